@@ -46,12 +46,28 @@ __device__ __forceinline__ void mark_word(uint64_t index, uint32_t word) {
     }
 }
 
-// Bit i: of element i of a thread's eight. Four neighbours have a word together. Every lane of the warp calls it.
-__device__ __forceinline__ void mark_group8(uint32_t element, uint32_t changed) {
-    uint32_t word = changed << 8 * (threadIdx.x & 3);
-    word |= __shfl_xor_sync(kAllLanes, word, 1);
-    word |= __shfl_xor_sync(kAllLanes, word, 2);
-    if ((threadIdx.x & 3) == 0) mark_word(element / 32, word);
+// Eight bits that one thread has to itself, of elements that are updated together. Others' bits in the same word stay
+// as they are, so a warp needs no exchange.
+__device__ __forceinline__ uint8_t* marks_of_group8(uint32_t element) {
+    return reinterpret_cast<uint8_t*>(changes_of_chunk.elements) + element / 8;
+}
+
+// Those that are set already, where they are kept. Read long before mark_group8(), since memory takes its time.
+template <bool tracked>
+__device__ __forceinline__ uint32_t marked_group8(const View& view, uint32_t element) {
+    if constexpr (tracked) {
+        const bool kept = changes_of_chunk.elements && !changes_of_chunk.overwrites && element < view.vector_count;
+        return kept ? *marks_of_group8(element) : 0u;
+    } else {
+        return 0;
+    }
+}
+
+// Bit i: of element i of a thread's eight. `marked`: what marked_group8() found. Bytes without a new bit are not
+// written.
+__device__ __forceinline__ void mark_group8(uint32_t element, uint32_t changed, uint32_t marked) {
+    const uint32_t all = marked | changed;
+    if (changes_of_chunk.overwrites || all != marked) *marks_of_group8(element) = static_cast<uint8_t>(all);
 }
 
 // Two elements of 16 bits to a word: bit i says whether element i differs.
@@ -94,6 +110,11 @@ __device__ __forceinline__ uint32_t changed_group8(Master master, Element type, 
         return differing_halves(was, is);
     }
     uint32_t changed = 0;
+    if (type == Element::kFloat32) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) changed |= (float_bits(before[i]) != float_bits(after[i]) ? 1u : 0u) << i;
+        return changed;
+    }
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
         const uint32_t bits = master == Master::kParameter ? rounding.bits(group8, i) : 0u;
@@ -103,17 +124,20 @@ __device__ __forceinline__ uint32_t changed_group8(Master master, Element type, 
 }
 
 __device__ __forceinline__ void mark_values(Master master, Element type, uint32_t element, const float* before,
-                                            const float* after, uint32_t group8, const Rounding& rounding) {
+                                            const float* after, uint32_t group8, const Rounding& rounding,
+                                            uint32_t marked) {
     if (!changes_of_chunk.elements) return;
-    mark_group8(element, changed_group8(master, type, before, after, group8, rounding));
+    mark_group8(element, changed_group8(master, type, before, after, group8, rounding), marked);
 }
 
 // The same of eight codes of a quantized weight.
-__device__ __forceinline__ void mark_codes(uint32_t element, const uint32_t* before, const uint32_t* after) {
+__device__ __forceinline__ void mark_codes(uint32_t element, const uint32_t* before, const uint32_t* after,
+                                           uint32_t marked) {
+    if (!changes_of_chunk.elements) return;
     constexpr uint32_t kGather = 0x01020408u;  // brings the lowest bits of four bytes together in the highest byte
     const uint32_t low = __vsetne4(before[0], after[0]) * kGather >> 24;
     const uint32_t high = __vsetne4(before[1], after[1]) * kGather >> 24;
-    mark_group8(element, (low & 0xFu) | (high & 0xFu) << 4);
+    mark_group8(element, (low & 0xFu) | (high & 0xFu) << 4, marked);
 }
 
 // Scales of neighbouring chunks may have bits in one word.

@@ -100,6 +100,7 @@ struct StoreWeight {
     const float* values;
     float absmax;     // infinity or NaN if some value is
     uint32_t finite;  // bits of the largest finite magnitude
+    uint32_t marked;
 
     template <class Codec>
     __device__ __forceinline__ void operator()(Codec) const {
@@ -133,21 +134,22 @@ struct StoreWeight {
         if constexpr (tracked) {
             uint32_t before[2];
             load<1>(before, view.param, element);
-            if (changes_of_chunk.elements) mark_codes(element, before, words);
+            mark_codes(element, before, words, marked);
         }
         store<1>(words, view.param, element);
     }
 };
 
 template <bool tracked>
-__device__ __forceinline__ void store_weight(const View& view, uint32_t element, const float* values) {
+__device__ __forceinline__ void store_weight(const View& view, uint32_t element, const float* values, uint32_t marked) {
     const float absmax = thread_absmax<kVector>(values);
     const uint32_t finite = magnitudes_of<kVector>(values, absmax).finite;
     if (view.absmax) {
         const uint32_t of_warp = __reduce_max_sync(kAllLanes, finite);
         if (threadIdx.x % kWarp == 0) atomicMax(&block->weight_absmax, of_warp);
     }
-    if (view.param) dispatch_weight(view.weight_format(), StoreWeight<tracked>{view, element, values, absmax, finite});
+    if (!view.param) return;
+    dispatch_weight(view.weight_format(), StoreWeight<tracked>{view, element, values, absmax, finite, marked});
 }
 
 // Writes an FP16 master and leaves in `values` what it is now.
@@ -164,7 +166,8 @@ __device__ __forceinline__ void store_float16_master(const View& view, uint32_t 
 
 template <class Formats>
 __device__ __forceinline__ void store_param(const View& view, uint32_t element, const float* before, float* values,
-                                            uint32_t group8, const Rounding& rounding, float* master_scale) {
+                                            uint32_t group8, const Rounding& rounding, float* master_scale,
+                                            uint32_t marked) {
     if constexpr (Formats::master == Master::kParameter) {
         store<true>(values, group8, rounding, view.param_type(), view.param, element);
     } else if constexpr (!is_remainder(Formats::master)) {
@@ -174,7 +177,7 @@ __device__ __forceinline__ void store_param(const View& view, uint32_t element, 
             store<false>(values, 0, rounding, Element::kFloat32, view.master, element);
         }
         if (Formats::has_weights && view.info.quantized) {
-            return store_weight<Formats::tracked>(view, element, values);
+            return store_weight<Formats::tracked>(view, element, values, marked);
         }
         store<false>(values, 0, rounding, view.param_type(), view.param, element);
     } else {
@@ -319,9 +322,10 @@ struct Values {
     }
 };
 
+// `marked`: as marked_group8() says.
 template <class Formats>
 __device__ __forceinline__ void update_vector(const View& view, const Scalars& scalars, Values<Formats>& values,
-                                              uint32_t element) {
+                                              uint32_t element, uint32_t marked) {
     constexpr int square = square_state(Formats::rule);
     Format formats[state_places(Formats::rule)];
     each_state<Formats::rule>(
@@ -340,10 +344,10 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
         (master == Master::kParameter && view.param_type() != Element::kFloat32)) {
         group8 = scalars.rounding.group8(view.key, view.global_index(element));
     }
-    store_param<Formats>(view, element, before, param, group8, scalars.rounding, master_scale);
+    store_param<Formats>(view, element, before, param, group8, scalars.rounding, master_scale, marked);
     if constexpr (Formats::tracked) {
         if (!Formats::has_weights || !view.info.quantized) {
-            mark_values(master, view.param_type(), element, before, param, group8, scalars.rounding);
+            mark_values(master, view.param_type(), element, before, param, group8, scalars.rounding, marked);
         }
     }
     each_state<Formats::rule>([&](auto state) {
@@ -414,8 +418,8 @@ struct CopyWeightScales {
 
 template <class Formats>
 __device__ __forceinline__ void update_elements(const View& view, const Scalars& scalars, Values<Formats>& values,
-                                                uint32_t element) {
-    update_vector<Formats>(view, scalars, values, element);
+                                                uint32_t element, uint32_t marked) {
+    update_vector<Formats>(view, scalars, values, element, marked);
     if (block->scalars.writes_gradient) store_unscaled(view, scalars, element);
 }
 
@@ -425,24 +429,27 @@ __device__ __forceinline__ void loop_loading(const View& view, const Scalars& sc
     for (uint32_t element = threadIdx.x * kVector; element < view.vector_count; element += kTile) {
         Raw<Formats> raw;
         raw.load_all(view, element);
+        const uint32_t marked = marked_group8<Formats::tracked>(view, element);
         Values<Formats> values;
         values.decode_all(view, raw, element);
-        update_elements<Formats>(view, scalars, values, element);
+        update_elements<Formats>(view, scalars, values, element, marked);
     }
 }
 
 // The next tiles are on their way while one is updated.
 template <class Formats, bool usual>
 __device__ __forceinline__ void loop_staged(const View& view, const Scalars& scalars, Ring<Formats, usual> ring) {
-    uint32_t stage = 0;
+    uint32_t stage = 0, next_marked = marked_group8<Formats::tracked>(view, threadIdx.x * kVector);
 #pragma unroll 1
     for (uint32_t element = threadIdx.x * kVector; element < view.vector_count; element += kTile) {
         Raw<Formats, OrderedPacket> raw;
         ring.take_tile(raw, stage);
+        const uint32_t marked = next_marked;
+        next_marked = marked_group8<Formats::tracked>(view, element + kTile);
         Values<Formats> values;
         values.decode_all(view, raw, element);
         ring.fetch_tile(element + ring.kStages * kTile, stage);
-        update_elements<Formats>(view, scalars, values, element);
+        update_elements<Formats>(view, scalars, values, element, marked);
         stage = stage + 1 == ring.kStages ? 0 : stage + 1;
     }
 }
