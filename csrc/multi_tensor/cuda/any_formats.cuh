@@ -136,18 +136,20 @@ struct StoreParam {
     uint32_t group8;
     const Rounding& rounding;
     float* master_scale;
+    uint32_t marked;
 
     template <class Formats>
     __device__ __forceinline__ void operator()(Formats) const {
-        store_param<Formats>(view, element, before, values, group8, rounding, master_scale);
+        store_param<Formats>(view, element, before, values, group8, rounding, master_scale, marked);
     }
 };
 
 template <>
 __device__ __forceinline__ void store_param<AnyFormats>(const View& view, uint32_t element, const float* before,
                                                         float* values, uint32_t group8, const Rounding& rounding,
-                                                        float* master_scale) {
-    dispatch_master(view.master_kind(), StoreParam{view, element, before, values, group8, rounding, master_scale});
+                                                        float* master_scale, uint32_t marked) {
+    dispatch_master(view.master_kind(),
+                    StoreParam{view, element, before, values, group8, rounding, master_scale, marked});
 }
 
 }  // namespace
