@@ -136,20 +136,20 @@ struct StoreParam {
     uint32_t group8;
     const Rounding& rounding;
     float* master_scale;
-    uint32_t marked;
+    const Earlier& earlier;
 
     template <class Formats>
     __device__ __forceinline__ void operator()(Formats) const {
-        store_param<Formats>(view, element, before, values, group8, rounding, master_scale, marked);
+        store_param<Formats>(view, element, before, values, group8, rounding, master_scale, earlier);
     }
 };
 
 template <>
 __device__ __forceinline__ void store_param<AnyFormats>(const View& view, uint32_t element, const float* before,
                                                         float* values, uint32_t group8, const Rounding& rounding,
-                                                        float* master_scale, uint32_t marked) {
+                                                        float* master_scale, const Earlier& earlier) {
     dispatch_master(view.master_kind(),
-                    StoreParam{view, element, before, values, group8, rounding, master_scale, marked});
+                    StoreParam{view, element, before, values, group8, rounding, master_scale, earlier});
 }
 
 }  // namespace

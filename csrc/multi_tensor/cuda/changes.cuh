@@ -52,19 +52,29 @@ __device__ __forceinline__ uint8_t* marks_of_group8(uint32_t element) {
     return reinterpret_cast<uint8_t*>(changes_of_chunk.elements) + element / 8;
 }
 
-// Those that are set already, where they are kept. Read long before mark_group8(), since memory takes its time.
-template <bool tracked>
-__device__ __forceinline__ uint32_t marked_group8(const View& view, uint32_t element) {
-    if constexpr (tracked) {
-        const bool kept = changes_of_chunk.elements && !changes_of_chunk.overwrites && element < view.vector_count;
-        return kept ? *marks_of_group8(element) : 0u;
-    } else {
-        return 0;
-    }
+// What a thread's eight elements have before the update: bits that are set already and, of a quantized weight, codes.
+// Read long before they are needed, since memory takes its time.
+struct Earlier {
+    uint32_t marked = 0;
+    uint32_t codes[2]{};
+};
+
+// Whether the bits that are set already are kept.
+__device__ __forceinline__ bool keeps_marks() { return changes_of_chunk.elements && !changes_of_chunk.overwrites; }
+
+// Whether the update replaces codes whose changes are marked.
+template <bool has_weights>
+__device__ __forceinline__ bool replaces_codes(const View& view) {
+    return has_weights && view.info.quantized && view.param && changes_of_chunk.elements;
 }
 
-// Bit i: of element i of a thread's eight. `marked`: what marked_group8() found. Bytes without a new bit are not
-// written.
+template <bool has_weights>
+__device__ __forceinline__ void load_earlier(Earlier& earlier, const View& view, uint32_t element) {
+    if (replaces_codes<has_weights>(view)) load<1>(earlier.codes, view.param, element);
+    if (keeps_marks()) earlier.marked = *marks_of_group8(element);
+}
+
+// Bit i: of element i of a thread's eight. `marked`: those that were set. Bytes without a new bit are not written.
 __device__ __forceinline__ void mark_group8(uint32_t element, uint32_t changed, uint32_t marked) {
     const uint32_t all = marked | changed;
     if (changes_of_chunk.overwrites || all != marked) *marks_of_group8(element) = static_cast<uint8_t>(all);
@@ -131,13 +141,12 @@ __device__ __forceinline__ void mark_values(Master master, Element type, uint32_
 }
 
 // The same of eight codes of a quantized weight.
-__device__ __forceinline__ void mark_codes(uint32_t element, const uint32_t* before, const uint32_t* after,
-                                           uint32_t marked) {
+__device__ __forceinline__ void mark_codes(uint32_t element, const Earlier& earlier, const uint32_t* after) {
     if (!changes_of_chunk.elements) return;
     constexpr uint32_t kGather = 0x01020408u;  // brings the lowest bits of four bytes together in the highest byte
-    const uint32_t low = __vsetne4(before[0], after[0]) * kGather >> 24;
-    const uint32_t high = __vsetne4(before[1], after[1]) * kGather >> 24;
-    mark_group8(element, (low & 0xFu) | (high & 0xFu) << 4, marked);
+    const uint32_t low = __vsetne4(earlier.codes[0], after[0]) * kGather >> 24;
+    const uint32_t high = __vsetne4(earlier.codes[1], after[1]) * kGather >> 24;
+    mark_group8(element, (low & 0xFu) | (high & 0xFu) << 4, earlier.marked);
 }
 
 // Scales of neighbouring chunks may have bits in one word.

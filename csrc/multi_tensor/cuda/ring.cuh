@@ -3,6 +3,7 @@
 // nothing but the warp must wait for it.
 #pragma once
 
+#include "cuda/changes.cuh"
 #include "cuda/packets.cuh"
 #include "cuda/table.cuh"
 #include "cuda/warp.cuh"
@@ -91,6 +92,7 @@ struct Ring {
     static constexpr bool kReadsParam = master == Master::kParameter && reads_param(Formats::rule);
     static constexpr bool kHasParam = kReadsParam || is_remainder(master);
     static constexpr bool kHasMaster = master != Master::kParameter;
+    static constexpr bool kHasCodes = Formats::tracked && Formats::has_weights;  // those that are replaced
     static constexpr int kMasterBytes = kHasMaster ? master_bytes(master) : 0;
     static constexpr int kStateBytes = format_bytes(Formats::format);
     static constexpr int kStateCount = state_count(Formats::rule);
@@ -100,7 +102,8 @@ struct Ring {
     static constexpr uint32_t kParam = kTile * kMostBytes;  // where streams begin; gradients come first
     static constexpr uint32_t kMaster = kParam + kTile * kParamBytes;
     static constexpr uint32_t kStates = kMaster + kTile * kMasterBytes;  // one after the other
-    static constexpr uint32_t kTileBytes = kStates + kStateCount * kTile * kStateBytes;
+    static constexpr uint32_t kCodes = kStates + kStateCount * kTile * kStateBytes;
+    static constexpr uint32_t kTileBytes = kCodes + (kHasCodes ? kTile : 0);
     static constexpr uint32_t kStages = usual ? Pace<Formats>::kTilesAhead : 2;
     static constexpr uint32_t kBytes = kStages * kTileBytes;
 
@@ -118,6 +121,9 @@ struct Ring {
             if constexpr (kStateCount > 0) fetch<kStateBytes>(tile + kStates, view.states[0], element);
             if constexpr (kStateCount > 1)
                 fetch<kStateBytes>(tile + kStates + kTile * kStateBytes, view.states[1], element);
+            if constexpr (kHasCodes) {
+                if (replaces_codes<true>(view)) fetch<1>(tile + kCodes, view.param, element);
+            }
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
     }
@@ -136,6 +142,9 @@ struct Ring {
             constexpr int i = decltype(state)::value;
             take<kStateBytes>(raw.states[i].words, tile + kStates + i * kTile * kStateBytes);
         });
+        if constexpr (kHasCodes) {
+            if (replaces_codes<true>(view)) take<1>(raw.earlier.codes, tile + kCodes);
+        }
         __syncwarp();
     }
 };

@@ -100,7 +100,7 @@ struct StoreWeight {
     const float* values;
     float absmax;     // infinity or NaN if some value is
     uint32_t finite;  // bits of the largest finite magnitude
-    uint32_t marked;
+    const Earlier& earlier;
 
     template <class Codec>
     __device__ __forceinline__ void operator()(Codec) const {
@@ -131,17 +131,14 @@ struct StoreWeight {
     __device__ __forceinline__ void encode(float inverse) const {
         uint32_t words[2];
         encode_group8<Codec>(words, values, inverse, absmax);
-        if constexpr (tracked) {
-            uint32_t before[2];
-            load<1>(before, view.param, element);
-            mark_codes(element, before, words, marked);
-        }
+        if constexpr (tracked) mark_codes(element, earlier, words);
         store<1>(words, view.param, element);
     }
 };
 
 template <bool tracked>
-__device__ __forceinline__ void store_weight(const View& view, uint32_t element, const float* values, uint32_t marked) {
+__device__ __forceinline__ void store_weight(const View& view, uint32_t element, const float* values,
+                                             const Earlier& earlier) {
     const float absmax = thread_absmax<kVector>(values);
     const uint32_t finite = magnitudes_of<kVector>(values, absmax).finite;
     if (view.absmax) {
@@ -149,7 +146,7 @@ __device__ __forceinline__ void store_weight(const View& view, uint32_t element,
         if (threadIdx.x % kWarp == 0) atomicMax(&block->weight_absmax, of_warp);
     }
     if (!view.param) return;
-    dispatch_weight(view.weight_format(), StoreWeight<tracked>{view, element, values, absmax, finite, marked});
+    dispatch_weight(view.weight_format(), StoreWeight<tracked>{view, element, values, absmax, finite, earlier});
 }
 
 // Writes an FP16 master and leaves in `values` what it is now.
@@ -167,7 +164,7 @@ __device__ __forceinline__ void store_float16_master(const View& view, uint32_t 
 template <class Formats>
 __device__ __forceinline__ void store_param(const View& view, uint32_t element, const float* before, float* values,
                                             uint32_t group8, const Rounding& rounding, float* master_scale,
-                                            uint32_t marked) {
+                                            const Earlier& earlier) {
     if constexpr (Formats::master == Master::kParameter) {
         store<true>(values, group8, rounding, view.param_type(), view.param, element);
     } else if constexpr (!is_remainder(Formats::master)) {
@@ -177,7 +174,7 @@ __device__ __forceinline__ void store_param(const View& view, uint32_t element, 
             store<false>(values, 0, rounding, Element::kFloat32, view.master, element);
         }
         if (Formats::has_weights && view.info.quantized) {
-            return store_weight<Formats::tracked>(view, element, values, marked);
+            return store_weight<Formats::tracked>(view, element, values, earlier);
         }
         store<false>(values, 0, rounding, view.param_type(), view.param, element);
     } else {
@@ -255,6 +252,7 @@ template <class Formats, class Packet4 = Packet<4>>
 struct Raw {
     Packet4 grad{}, param{}, master{};  // zeros: unset words would stay alive across iterations
     Packet<format_bytes(Formats::format)> states[state_places(Formats::rule)]{};
+    Earlier earlier;  // of kernels that mark changes
 
     __device__ __forceinline__ void load_all(const View& view, uint32_t element) {
         load(grad, view.grad_type(), view.grad, element);
@@ -263,6 +261,7 @@ struct Raw {
             constexpr int i = decltype(state)::value;
             AccessOf<Formats, i>::load_raw(states[i], view.state_format(i), view.states[i], element);
         });
+        if constexpr (Formats::tracked) load_earlier<Formats::has_weights>(earlier, view, element);
     }
 };
 
@@ -322,10 +321,9 @@ struct Values {
     }
 };
 
-// `marked`: as marked_group8() says.
 template <class Formats>
 __device__ __forceinline__ void update_vector(const View& view, const Scalars& scalars, Values<Formats>& values,
-                                              uint32_t element, uint32_t marked) {
+                                              uint32_t element, const Earlier& earlier) {
     constexpr int square = square_state(Formats::rule);
     Format formats[state_places(Formats::rule)];
     each_state<Formats::rule>(
@@ -344,10 +342,10 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
         (master == Master::kParameter && view.param_type() != Element::kFloat32)) {
         group8 = scalars.rounding.group8(view.key, view.global_index(element));
     }
-    store_param<Formats>(view, element, before, param, group8, scalars.rounding, master_scale, marked);
+    store_param<Formats>(view, element, before, param, group8, scalars.rounding, master_scale, earlier);
     if constexpr (Formats::tracked) {
         if (!Formats::has_weights || !view.info.quantized) {
-            mark_values(master, view.param_type(), element, before, param, group8, scalars.rounding, marked);
+            mark_values(master, view.param_type(), element, before, param, group8, scalars.rounding, earlier.marked);
         }
     }
     each_state<Formats::rule>([&](auto state) {
@@ -418,8 +416,8 @@ struct CopyWeightScales {
 
 template <class Formats>
 __device__ __forceinline__ void update_elements(const View& view, const Scalars& scalars, Values<Formats>& values,
-                                                uint32_t element, uint32_t marked) {
-    update_vector<Formats>(view, scalars, values, element, marked);
+                                                uint32_t element, const Earlier& earlier) {
+    update_vector<Formats>(view, scalars, values, element, earlier);
     if (block->scalars.writes_gradient) store_unscaled(view, scalars, element);
 }
 
@@ -429,27 +427,60 @@ __device__ __forceinline__ void loop_loading(const View& view, const Scalars& sc
     for (uint32_t element = threadIdx.x * kVector; element < view.vector_count; element += kTile) {
         Raw<Formats> raw;
         raw.load_all(view, element);
-        const uint32_t marked = marked_group8<Formats::tracked>(view, element);
         Values<Formats> values;
         values.decode_all(view, raw, element);
-        update_elements<Formats>(view, scalars, values, element, marked);
+        update_elements<Formats>(view, scalars, values, element, raw.earlier);
     }
 }
 
+// The bits that are set already of a thread's elements in all tiles of a chunk: all are read at once, since a read in
+// the loop would hold up the tiles behind it.
+template <int tiles>
+struct MarksOfChunk {
+    uint32_t words[tiles / 4]{};
+
+    __device__ __forceinline__ explicit MarksOfChunk(const View& view) {
+        if (!keeps_marks()) return;
+#pragma unroll
+        for (int k = 0; k < tiles; ++k) {
+            const uint32_t element = threadIdx.x * kVector + k * kTile;
+            if (element < view.vector_count) words[k / 4] |= uint32_t{*marks_of_group8(element)} << 8 * (k % 4);
+        }
+    }
+
+    // Those of the next tile.
+    __device__ __forceinline__ uint32_t next() {
+        const uint32_t found = words[0] & 0xFFu;
+#pragma unroll
+        for (int i = 0; i < tiles / 4; ++i) {
+            words[i] = __funnelshift_r(words[i], i + 1 < tiles / 4 ? words[i + 1] : 0u, 8);
+        }
+        return found;
+    }
+};
+
+struct NoMarks {
+    __device__ __forceinline__ explicit NoMarks(const View&) {}
+    __device__ __forceinline__ uint32_t next() { return 0; }
+};
+
+template <class Formats>
+using Marks = std::conditional_t<Formats::tracked, MarksOfChunk<Pace<Formats>::kTilesPerChunk>, NoMarks>;
+
 // The next tiles are on their way while one is updated.
 template <class Formats, bool usual>
-__device__ __forceinline__ void loop_staged(const View& view, const Scalars& scalars, Ring<Formats, usual> ring) {
-    uint32_t stage = 0, next_marked = marked_group8<Formats::tracked>(view, threadIdx.x * kVector);
+__device__ __forceinline__ void loop_staged(const View& view, const Scalars& scalars, Ring<Formats, usual> ring,
+                                            Marks<Formats> marks) {
+    uint32_t stage = 0;
 #pragma unroll 1
     for (uint32_t element = threadIdx.x * kVector; element < view.vector_count; element += kTile) {
         Raw<Formats, OrderedPacket> raw;
         ring.take_tile(raw, stage);
-        const uint32_t marked = next_marked;
-        next_marked = marked_group8<Formats::tracked>(view, element + kTile);
+        raw.earlier.marked = marks.next();
         Values<Formats> values;
         values.decode_all(view, raw, element);
         ring.fetch_tile(element + ring.kStages * kTile, stage);
-        update_elements<Formats>(view, scalars, values, element, marked);
+        update_elements<Formats>(view, scalars, values, element, raw.earlier);
         stage = stage + 1 == ring.kStages ? 0 : stage + 1;
     }
 }
@@ -463,9 +494,10 @@ __device__ __forceinline__ void loop_over_chunk(const View& view) {
         for (uint32_t stage = 0; stage < ring.kStages; ++stage) {
             ring.fetch_tile(threadIdx.x * kVector + stage * kTile, stage);
         }
+        const Marks<Formats> marks{view};
         read_scales<Formats>(view, blocks);
         __syncthreads();
-        loop_staged<Formats, usual>(view, scalars, ring);
+        loop_staged<Formats, usual>(view, scalars, ring, marks);
     } else {
         read_scales<Formats>(view, blocks);
         __syncthreads();
