@@ -9,8 +9,8 @@ import mmap
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -66,20 +66,27 @@ def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return _Mapped(nbytes).part(0, nbytes).view(dtype).view(tuple(shape))
 
 
-@contextmanager
-def locked(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Page-lock the large ones of contiguous tensors meanwhile, as far as the system lets: GPUs read them faster."""
-    addresses = []
-    try:
+class PageLocked:
+    """Large ones of contiguous tensors, page-locked as far as the system lets: GPUs read them faster.
+
+    They are until ``release()``, or until nobody has this any more.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self._tensors: list[Tensor] = []
         with suppress(RuntimeError):
             for tensor in tensors:
                 if tensor.nbytes >= _HUGE:
                     _lock(tensor)
-                    addresses.append(tensor.data_ptr())
-        yield
-    finally:
-        for address in addresses:
-            _unlock(address)
+                    self._tensors.append(tensor)
+
+    def release(self) -> None:
+        while self._tensors:
+            _unlock(self._tensors.pop().data_ptr())
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.release()
 
 
 def host_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -162,13 +163,19 @@ def lockings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return found
 
 
-def test_large_tensors_are_locked_meanwhile(lockings: list[tuple[str, int]]) -> None:
+@pytest.mark.parametrize("how", ["release", "let go"])
+def test_large_tensors_are_locked_meanwhile(how: str, lockings: list[tuple[str, int]]) -> None:
     small, first, second = torch.ones(100), torch.ones(1 << 20), torch.ones(1 << 19)
     addresses = [first.data_ptr(), second.data_ptr()]
-    with pytest.raises(KeyError), host_memory.locked([small, first, second]):
-        assert lockings == [("lock", address) for address in addresses]
-        raise KeyError
-    assert lockings[2:] == [("unlock", address) for address in addresses]
+    locked = host_memory.PageLocked([small, first, second])
+    alive = weakref.ref(first)
+    del first, second
+    assert lockings == [("lock", address) for address in addresses] and alive() is not None
+    if how == "release":
+        locked.release()
+    else:
+        del locked
+    assert sorted(lockings[2:]) == sorted(("unlock", address) for address in addresses) and alive() is None
 
 
 class NoStream:
@@ -233,8 +240,9 @@ def test_uploads_go_through_parts_of_one_allocation(can_be_locked: bool, monkeyp
 
 def test_what_cannot_be_locked_is_read_nevertheless(lockings: list[tuple[str, int]]) -> None:
     first, refused = torch.ones(1 << 20), torch.ones(1 << 20, dtype=torch.int32)
-    with host_memory.locked([first, refused, refused]):
-        assert lockings == [("lock", first.data_ptr())]
+    locked = host_memory.PageLocked([first, refused, refused])
+    assert lockings == [("lock", first.data_ptr())]
+    locked.release()
     assert lockings[1:] == [("unlock", first.data_ptr())]
 
 
