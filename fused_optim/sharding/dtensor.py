@@ -386,6 +386,11 @@ def _block_size(shape: tuple[int, ...], rows: Iterable[int]) -> int:
     return next((block for block in BLOCKS if all(row % block == 0 for row in lengths)), 0)
 
 
+def largest_shard(param: Tensor) -> int:
+    """How many elements of a parameter a rank holds at most, by placements alone."""
+    return math.prod(max(_possible_sizes(param, dim)) for dim in range(param.dim()))
+
+
 def _possible_rows(param: Tensor) -> list[int]:
     """Lengths of a row (all dims but the first) on the ranks of the mesh."""
     sizes = [_possible_sizes(param, dim) for dim in range(1, param.dim())]

@@ -11,10 +11,12 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fused_optim.adapters import adapter_of
@@ -36,14 +38,23 @@ from fused_optim.state.groups import Group
 from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.store import StateStore
 from fused_optim.step.agreement import Own
+from fused_optim.step.facts import Facts, facts_of
 from fused_optim.step.parts import Part, cached, cached_weight, is_watchable
 from fused_optim.step.weights import NewValues, Weight, WeightUpdates
 
 
-def _formats_of(groups: Sequence[Group], store: StateStore) -> list[Any]:
-    """What the groups ask for, as it is written there."""
-    specs = store.rule.states
-    return [group.get(spec.option) for group in groups for spec in specs]
+def _options_of(groups: Sequence[Group], store: StateStore) -> list[Any]:
+    """What the groups ask for, as it is written there, and what ranks must have alike to send each other something."""
+    specs, found = store.rule.states, list[Any]([store.settings.skip_nonfinite])
+    for group in groups:
+        found += [group.get(spec.option) for spec in specs]
+        found += [_copied(group.get(key)) for key in store.rule.for_group(group).planned_options]
+    return found
+
+
+def _copied(value: Any) -> Any:
+    """A list may be written to."""
+    return list(value) if isinstance(value, list) else value
 
 
 def placed_as(grad: Tensor, param: Tensor) -> Tensor:
@@ -64,20 +75,31 @@ def check_capturable(backends: dict[torch.device, str]) -> None:
 
 
 class Basis:
-    """What plans are made of: param groups, dicts of states, formats, seed and backend. Keeps none of them."""
+    """What plans are made of: param groups, dicts of states, options of groups, seed and backend. Keeps none of them.
 
-    def __init__(self, groups: Sequence[Group], store: StateStore) -> None:
+    ``release``: see :func:`fused_optim.step.facts.facts_of`.
+    """
+
+    def __init__(
+        self, groups: Sequence[Group], store: StateStore, release: Callable[[Tensor], int | None] | None = None
+    ) -> None:
+        self._store, self._release = store, release
         self._seed, self._forced = store.settings.seed, forced_backend()
-        self._formats = _formats_of(groups, store)
+        self._options = _options_of(groups, store)
         self._in_groups = [Identities(group["params"]) for group in groups]
         self._state_keys, self._state_dicts = Identities(store.state), Identities(store.state.values())
+
+    @cached_property
+    def facts(self) -> dict[DeviceMesh, Facts]:
+        """What decides collectives: found when it is first asked for, before the first step with these plans."""
+        return facts_of(self._store, self._release)
 
     def is_that_of(self, groups: Sequence[Group], store: StateStore) -> bool:
         """Whether all is as it was. Who asks knows that no parameter is gone, which another may have replaced."""
         return (
             store.settings.seed == self._seed
             and forced_backend() == self._forced
-            and _formats_of(groups, store) == self._formats
+            and _options_of(groups, store) == self._options
             and len(groups) == len(self._in_groups)
             and all([own.are(group["params"]) for group, own in zip(groups, self._in_groups, strict=True)])
             and Identities.are_items(store.state, self._state_keys, self._state_dicts)
@@ -228,7 +250,7 @@ class Plan:
             part.shards.works.clear()
 
     def _to_send(self, stale: Sequence[tuple[Part, int, Tensor]], attribute: str) -> Own:
-        own = Own()
+        own = Own(facts=self._basis.facts)
         for part, i, param in stale:
             own.add(param, getattr(param, attribute), part.indices[i], self._names[part.indices[i]])
         if self._has_matrices:
