@@ -82,9 +82,9 @@ class Own:
         return own
 
     @classmethod
-    def of_all(cls, store: StateStore) -> Own:
-        """Of all of an optimizer's gradients."""
-        own = cls.of(store.params, store.gradients(), store.names, facts_of(store))
+    def of_all(cls, store: StateStore, every: bool = False) -> Own:
+        """Of all of an optimizer's gradients. ``every``: see :func:`fused_optim.step.facts.facts_of`."""
+        own = cls.of(store.params, store.gradients(), store.names, facts_of(store, every=every))
         own.add_matrices(store)
         return own
 
@@ -137,14 +137,16 @@ class Agreement:
                 announce_on(mesh, _FAILED)
 
     def reach(self, own: Own, is_first: bool = False) -> None:
-        """Raises RuntimeError where ranks would send different gradients, on all ranks that were asked.
+        """Raises RuntimeError where ranks would send different things, on all ranks that were asked.
 
         A collective over the meshes that the module's text names; nothing in a CUDA graph, before which all was said.
         ``is_first``: all ranks tell each other in any case.
         """
         self._is_open = False
         self._is_first |= is_first
-        has_facts = own.facts is not self._facts and any(self._has_other_facts(mesh, own) for mesh in own.facts)
+        has_facts = (
+            own.facts and own.facts is not self._facts and any(self._has_other_facts(mesh, own) for mesh in own.facts)
+        )
         has_something_to_say = own.misplaced or has_facts or (own.gradients and self._must_ask_for_matrices(own))
         if own.facts and not has_facts:
             self._facts = own.facts

@@ -6,6 +6,7 @@ of another. :class:`fused_optim.step.agreement.Agreement` compares it when steps
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from fused_optim.adapters import needs_collective
 from fused_optim.matrices.shards import cut
@@ -69,10 +71,12 @@ def facts_of(
     store: StateStore,
     release: Callable[[Tensor], int | None] | None = None,
     asked: Mapping[str, object] | None = None,
+    every: bool = False,
 ) -> dict[DeviceMesh, Facts]:
     """Of the next step of an optimizer, by mesh. Nothing of it is sent.
 
     ``release``: the bucket of gradient release that a parameter is in. ``asked``: arguments of what is called.
+    ``every``: of all parameters, as for what sends something of each; not only of those whose updates are sent.
     """
     shared: dict[DeviceMesh, list[Entry]] = {mesh: [] for mesh in meshes_of(store.params)}
     if not shared:
@@ -87,16 +91,22 @@ def facts_of(
         if rule.whole_matrices:
             own |= {key: _spelled(group.get(key)) for key in rule.planned_options}
             own |= {"in host memory": str(_is_offloaded(store, param, group)), "bucket": str(buckets.get(param))}
-        elif not needs_collective(param):
+        elif not (every or needs_collective(param)):
             continue
         if release is not None:
             own["bucket of gradient release"] = str(release(param))
-        own |= {"shape": str(tuple(param.shape)), "placements": str(tuple(param.placements))}
+        own |= {"shape": str(tuple(param.shape)), "placements": _placed(param.placements)}
         others = {key: _spelled(group.get(key)) for key in rule.shared_options}
-        shared[param.device_mesh].append(Entry(describe(param, index, names[index]), own, others))
+        who = f"parameter {index} ({name!r})" if name else describe(param, index)
+        shared[param.device_mesh].append(Entry(who, own, others))
     arguments = {name: _spelled(value) for name, value in (asked or {}).items()}
     whole = {"param groups": str(len(store.groups)), "skip_nonfinite": str(store.settings.skip_nonfinite)}
     return {mesh: Facts([Entry("the optimizer", whole, arguments), *own], options) for mesh, own in shared.items()}
+
+
+@functools.lru_cache(maxsize=64)
+def _placed(placements: tuple[Placement, ...]) -> str:
+    return str(tuple(placements))
 
 
 def _with_groups(store: StateStore) -> Iterator[tuple[Tensor, Group]]:

@@ -43,13 +43,10 @@ from fused_optim.step.parts import Part, cached, cached_weight, is_watchable
 from fused_optim.step.weights import NewValues, Weight, WeightUpdates
 
 
-def _options_of(groups: Sequence[Group], store: StateStore) -> list[Any]:
-    """What the groups ask for, as it is written there, and what ranks must have alike to send each other something."""
-    specs, found = store.rule.states, list[Any]([store.settings.skip_nonfinite])
-    for group in groups:
-        found += [group.get(spec.option) for spec in specs]
-        found += [_copied(group.get(key)) for key in store.rule.for_group(group).planned_options]
-    return found
+def _formats_of(groups: Sequence[Group], store: StateStore) -> list[Any]:
+    """What the groups ask for, as it is written there."""
+    specs = store.rule.states
+    return [group.get(spec.option) for group in groups for spec in specs]
 
 
 def _copied(value: Any) -> Any:
@@ -84,8 +81,12 @@ class Basis:
         self, groups: Sequence[Group], store: StateStore, release: Callable[[Tensor], int | None] | None = None
     ) -> None:
         self._store, self._release = store, release
-        self._seed, self._forced = store.settings.seed, forced_backend()
-        self._options = _options_of(groups, store)
+        settings = store.settings
+        self._seed, self._skips, self._forced = settings.seed, settings.skip_nonfinite, forced_backend()
+        self._formats = _formats_of(groups, store)
+        rules = [store.rule.for_group(group) for group in groups]
+        self._planned_keys = [(number, key) for number, rule in enumerate(rules) for key in rule.planned_options]
+        self._planned = self._planned_of(groups)
         self._in_groups = [Identities(group["params"]) for group in groups]
         self._state_keys, self._state_dicts = Identities(store.state), Identities(store.state.values())
 
@@ -94,13 +95,20 @@ class Basis:
         """What decides collectives: found when it is first asked for, before the first step with these plans."""
         return facts_of(self._store, self._release)
 
+    def _planned_of(self, groups: Sequence[Group]) -> list[Any]:
+        """What decides what ranks send each other."""
+        return [_copied(groups[number].get(key)) for number, key in self._planned_keys]
+
     def is_that_of(self, groups: Sequence[Group], store: StateStore) -> bool:
         """Whether all is as it was. Who asks knows that no parameter is gone, which another may have replaced."""
+        settings = store.settings
         return (
-            store.settings.seed == self._seed
+            settings.seed == self._seed
+            and settings.skip_nonfinite == self._skips
             and forced_backend() == self._forced
-            and _options_of(groups, store) == self._options
+            and _formats_of(groups, store) == self._formats
             and len(groups) == len(self._in_groups)
+            and not (self._planned_keys and self._planned_of(groups) != self._planned)
             and all([own.are(group["params"]) for group, own in zip(groups, self._in_groups, strict=True)])
             and Identities.are_items(store.state, self._state_keys, self._state_dicts)
         )

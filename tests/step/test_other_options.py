@@ -236,6 +236,24 @@ def test_other_matrices_raise_on_all_ranks(usual: Groups, other: Groups, expecte
     check_raised(distributed.run(2, grouped, usual, other, timeout=20), *expected)
 
 
+def diagnosed(differently: bool) -> str:
+    named = made()
+    optimizer = FusedAdamW(swapped(named) if differently and is_other() else named, lr=0.1)
+    optimizer.initialize_state()
+    give(named)
+    try:
+        optimizer.diagnostics()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_diagnostics_of_another_order_raise_on_all_ranks() -> None:
+    """Of each parameter something is sent; a step sends nothing of these."""
+    check_raised(distributed.run(2, diagnosed, True, timeout=20), renamed(0, 1), renamed(1, 0))
+    assert distributed.run(2, diagnosed, False, timeout=20) == ["", ""]
+
+
 def frozen(has_gradients: bool) -> str:
     """One of four matrices, on the last rank."""
     named = made([*SHAPES, (8, 64)])
