@@ -388,7 +388,12 @@ def _block_size(shape: tuple[int, ...], rows: Iterable[int]) -> int:
 
 def largest_shard(param: Tensor) -> int:
     """How many elements of a parameter a rank holds at most, by placements alone."""
-    return math.prod(max(_possible_sizes(param, dim)) for dim in range(param.dim()))
+    sizes = list(param.shape)
+    if isinstance(param, DTensor):
+        for ranks, placement in zip(param.device_mesh.shape, param.placements, strict=True):
+            if (dim := sharded_dim(placement)) is not None:
+                sizes[dim] = -(-sizes[dim] // ranks)
+    return math.prod(sizes)
 
 
 def _possible_rows(param: Tensor) -> list[int]:
