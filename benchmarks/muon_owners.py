@@ -1,24 +1,36 @@
 """How even Muon's work is over many ranks, and what each of them sends: from shapes alone, no rank is started.
 
     python benchmarks/muon_owners.py --output owners.json
+    python benchmarks/muon_owners.py --buckets --output owned.json
 
 Matrices of Llama 3 8B and 70B, cut by rows as FSDP2 cuts them, and of a model with 256 experts in each of 58 layers,
-which lie on 256 ranks or fewer by the expert and, on more, are cut by rows beside that.
+which lie on 256 ranks or fewer by the expert and, on more, are cut by rows beside that. ``--buckets``: what one rank
+owns of a step's buckets, on numbers of ranks that the experts do not divide, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from fused_optim.matrices.exchange import Dtypes
 from fused_optim.matrices.owners import Box, Boxes, Ownership, matrices_of
+from fused_optim.matrices.shards import Kind, in_buckets
+from fused_optim.tools.simulation import sharded_parameter, simulated
 from scale import machine
 
 RANKS = (64, 1024, 16384)
+IN_BUCKETS = (7, 48, 63, 64, 65, 100)
 _EXPERTS = 256
 _BYTES = 2  # of an element: updates are sent in BF16, and sent back so
 
@@ -63,7 +75,7 @@ def sent(owned: Ownership) -> Iterator[tuple[int, int]]:
             yield owner, size * sum(rank != owner for rank in ranks)
 
 
-def simulated(shapes: list[tuple[int, ...]], ranks: int) -> dict[str, Any]:
+def assigned(shapes: list[tuple[int, ...]], ranks: int) -> dict[str, Any]:
     start = time.perf_counter()
     alike = {shape: boxes(shape, ranks) for shape in dict.fromkeys(shapes)}
     matrices = [matrix for i, shape in enumerate(shapes) for matrix in matrices_of(i, shape)]
@@ -85,11 +97,38 @@ def simulated(shapes: list[tuple[int, ...]], ranks: int) -> dict[str, Any]:
     }
 
 
+def owned_by_bucket(shapes: list[tuple[int, ...]], ranks: int) -> dict[str, Any]:
+    """``most_owned_to_mean``: of the largest bucket share of a rank, of buckets whose mean is a whole matrix or more.
+
+    ``most_owned_bytes``: in FP32. ``work_to_mean``: of the step, whose buckets wait for the rank that has most to do.
+    """
+    with simulated(ranks):
+        mesh = init_device_mesh("cpu", (ranks,))
+        params: dict[int, Tensor] = {
+            i: sharded_parameter(shape, torch.bfloat16, mesh, [Shard(0)]) for i, shape in enumerate(shapes)
+        }
+        kinds = [Kind((), Dtypes(torch.bfloat16, torch.bfloat16))] * len(shapes)
+        found = [on_mesh for _, meshes in in_buckets(params, kinds) for on_mesh, _ in meshes]
+        owned, shares = [on_mesh.owned_elements for on_mesh in found], list[float]()
+        for on_mesh, own in zip(found, owned, strict=True):
+            largest, mean = max(map(math.prod, on_mesh.shapes)), sum(own) / ranks
+            shares += [max(own) / mean] if mean >= largest else []
+        work = [on_mesh.work for on_mesh in found]
+    return {
+        "buckets": len(found),
+        "most_owned_to_mean": max(shares, default=None),
+        "most_owned_bytes": 4 * max(map(max, owned)),
+        "work_to_mean": sum(map(max, work)) * ranks / sum(map(sum, work)),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--buckets", action="store_true")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    found = {name: {str(ranks): simulated(shapes, ranks) for ranks in RANKS} for name, shapes in MODELS.items()}
+    look, numbers = (owned_by_bucket, IN_BUCKETS) if args.buckets else (assigned, RANKS)
+    found = {name: {str(ranks): look(shapes, ranks) for ranks in numbers} for name, shapes in MODELS.items()}
     args.output.write_text(json.dumps({"machine": machine(), "models": found}, indent=2) + "\n")
     print(args.output.read_text())
 

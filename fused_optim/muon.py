@@ -25,6 +25,7 @@ from fused_optim.rule import Orthogonalization, Rule, StateSpec
 ALGORITHM = "algorithm"  # of a param group: a key of `MuonWithAdamW.rules`
 # Hyperparameters of param groups that one of the two algorithms has alone.
 _OF_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "ns_dtype", "adjust_lr_fn", "splits")
+_HOW = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn")
 _OF_ADAM = ("betas", "bias_correction")
 _ADAMS_EPS = 1e-8
 
@@ -47,6 +48,8 @@ class Muon(MomentumPass):
     shown: tuple[str, ...] = field(default=("momentum", "nesterov", "ns_steps"), init=False)
     whole_matrices: bool = field(default=True, init=False)
     needs_step: bool = field(default=False, init=False)  # torch.optim.Muon counts none
+    planned_options: tuple[str, ...] = field(default=("splits", "ns_dtype"), init=False)
+    shared_options: tuple[str, ...] = field(default=(*_HOW, MOMENTUM_BUFFER.option), init=False)
 
     def problem_of(self, param: Tensor, group: Mapping[str, Any]) -> str:
         if param.dim() not in (2, 3):

@@ -111,6 +111,10 @@ class Rule(Protocol):
     shown: tuple[str, ...]  # its hyperparameters that the optimizer's text shows
     whole_matrices: bool  # whether an element's update depends on its whole matrix
     needs_step: bool  # whether states mean nothing without the number of their step
+    # Keys of param groups that all ranks must have alike: those that decide what ranks send each other, which steps
+    # are planned by, and those of which each rank's counts for the parts that it computes of others' updates.
+    planned_options: tuple[str, ...]
+    shared_options: tuple[str, ...]
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Raise ValueError or TypeError for the rule's hyperparameters of a param group if they make no sense."""
@@ -155,6 +159,8 @@ class OneRule:
 
     whole_matrices = False
     needs_step = True
+    planned_options: tuple[str, ...] = ()
+    shared_options: tuple[str, ...] = ()
     has_torch_form = False
 
     @property

@@ -87,6 +87,19 @@ class MatricesOnMesh:
         return found
 
     @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Of the matrices."""
+        return [(matrix.rows, matrix.columns) for matrix in self._owned.matrices]
+
+    @property
+    def owned_elements(self) -> list[int]:
+        """Of the matrices of each rank, whole."""
+        found = [0] * len(self._ranks)
+        for matrix, owner in zip(self._owned.matrices, self._owned.owners, strict=True):
+            found[owner] += matrix.numel
+        return found
+
+    @property
     def sent_elements(self) -> tuple[int, int]:
         """What this rank puts into the two all-to-alls of a step, what it keeps itself included."""
         if self._is_local:

@@ -32,6 +32,10 @@ class Matrix(NamedTuple):
     columns: int
 
     @property
+    def numel(self) -> int:
+        return self.rows * self.columns
+
+    @property
     def cost(self) -> int:
         """Proportional to the products' flops: of five steps on Gram matrices, half of each that is symmetric."""
         smaller, larger = sorted((self.rows, self.columns))
@@ -138,24 +142,57 @@ def _boxes_of(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placem
     return Boxes([Box.of(*part) for part in placed_parts_of(shape, mesh, placements)])
 
 
+# How many of a bucket's values one rank has at most, times the mean of all ranks.
+MOST_TO_MEAN = 2
+
+
 def assign(matrices: Sequence[Matrix], candidates: Sequence[Sequence[int] | None], busy: Sequence[int]) -> list[int]:
     """The owner of each matrix, of those that may own it: the costliest first, to who has least to do so far.
+
+    Of those that any rank may own, nobody gets more than makes ``MOST_TO_MEAN`` times the mean number of values, but
+    for a matrix that is larger than the mean. Else a rank that has less to do elsewhere, since it has fewer experts,
+    would get all of a bucket's matrices, which takes memory and lets the others wait.
 
     ``candidates``: None for all ranks. ``busy``: what each rank has to do already.
     """
     load, owners = list(busy), [0] * len(matrices)
-    idlest = [(cost, rank) for rank, cost in enumerate(load)]  # a heap; those that have got more since are put back
-    heapq.heapify(idlest)
+    owned = [0] * len(load)  # values
+    for matrix, own in zip(matrices, candidates, strict=True):
+        if own is not None and len(own) == 1:
+            owned[own[0]] += matrix.numel
+    most = MOST_TO_MEAN * sum(matrix.numel for matrix in matrices) / len(load)
+    idlest = _Idlest(load, owned, most)
     for i in sorted(range(len(matrices)), key=lambda i: (-matrices[i].cost, i)):
-        own = candidates[i]
-        if own is None:
-            while idlest[0][0] != load[idlest[0][1]]:
-                heapq.heapreplace(idlest, (load[idlest[0][1]], idlest[0][1]))
-            owners[i] = idlest[0][1]
-        else:
-            owners[i] = min(own, key=lambda rank: (load[rank], rank))
-        load[owners[i]] += matrices[i].cost
+        own, numel = candidates[i], matrices[i].numel
+        owner = owners[i] = idlest.take(numel) if own is None else min(own, key=lambda rank: (load[rank], rank))
+        load[owner] += matrices[i].cost
+        owned[owner] += numel if own is None or len(own) > 1 else 0
     return owners
+
+
+class _Idlest:
+    """Who has least to do. ``load``, ``owned``: what each rank has, which others add to."""
+
+    def __init__(self, load: list[int], owned: list[int], most: float) -> None:
+        self._load, self._owned, self._most = load, owned, most
+        self._heap = [(cost, rank) for rank, cost in enumerate(load)]  # those that have got more since are put back
+        heapq.heapify(self._heap)
+
+    def take(self, numel: int) -> int:
+        """Of the ranks that have room for so many values, or have none; of all, if none has: who has fewest."""
+        heap, full = self._heap, list[tuple[int, int]]()
+        found = None
+        while heap and found is None:
+            cost, rank = heap[0]
+            if cost != self._load[rank]:
+                heapq.heapreplace(heap, (self._load[rank], rank))
+            elif self._owned[rank] and self._owned[rank] + numel > self._most:
+                full.append(heapq.heappop(heap))
+            else:
+                found = rank
+        for each in full:
+            heapq.heappush(heap, each)
+        return min(range(len(self._load)), key=lambda rank: (self._owned[rank], rank)) if found is None else found
 
 
 @dataclass(frozen=True)

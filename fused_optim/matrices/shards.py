@@ -19,11 +19,13 @@ from fused_optim.backends.shards import ReferenceShards, Shards, shards_on
 from fused_optim.formats.masters import Master
 from fused_optim.matrices.exchange import Dtypes, Exchange, MatricesOnMesh
 from fused_optim.matrices.orthogonalize import orthogonalize
-from fused_optim.matrices.owners import Matrix
+from fused_optim.matrices.owners import MOST_TO_MEAN, Matrix
 from fused_optim.matrices.passes import DESCENT, MOMENTUM, after_matrices, before_matrices
 from fused_optim.memory.by_parameter import reference_to
 from fused_optim.memory.layout import MASTER, StateLayout
 from fused_optim.rule import Hyper, Orthogonalization, Rule
+from fused_optim.sharding.collective import mesh_order
+from fused_optim.sharding.dtensor import largest_shard
 
 # Of what a rank sends of a bucket and gets back. The matrices that it owns take as much again.
 BUCKET_BYTES = 1 << 30
@@ -216,25 +218,36 @@ class MatrixShards:
 
 
 def in_buckets(params: dict[int, Tensor], kinds: Sequence[Kind]) -> list[Bucket]:
-    """The parameters of each bucket, ascending, and their matrices. Cut by global shapes: the same on all ranks.
+    """The parameters of each bucket of :func:`cut`, ascending, and their matrices.
+
+    ``kinds``: by the parameters' numbers.
+    """
+    here = [{i: param for i, param in sorted(bucket.items()) if _is_here(param)} for bucket in cut(params)]
+    work: dict[DeviceMesh | None, list[int]] = {}
+    return [(list(bucket), _on_meshes(bucket, kinds, work)) for bucket in here]
+
+
+def cut(params: Mapping[int, Tensor]) -> list[dict[int, Tensor]]:
+    """Parameters by the bucket that they are in. Cut by global shapes: the same on all ranks.
 
     Those of one size are in as few buckets as can be: the more matrices are orthogonalized together, the better they
-    fill a GPU. ``kinds``: by the parameters' numbers.
+    fill a GPU. Sizes are the mean of all ranks; where shards are uneven, nobody holds more than ``MOST_TO_MEAN`` times
+    a bucket.
     """
     is_sharded = any(isinstance(param, DTensor) and param.device_mesh.size() > 1 for param in params.values())
     most = BUCKET_BYTES // 2 if is_sharded else BUCKET_BYTES  # parts of three are there at once
     buckets: list[dict[int, Tensor]] = [{}]
-    size = 0.0
+    mean = largest = 0.0
     for i, param in sorted(params.items(), key=lambda numbered: (sorted(numbered[1].shape[-2:]), numbered[0])):
         own = 4 * param.numel() / (param.device_mesh.size() if isinstance(param, DTensor) else 1)
-        if size and size + own > most:
+        held = 4 * largest_shard(param)
+        if mean and (mean + own > most or largest + held > MOST_TO_MEAN * most):
             buckets.append({})
-            size = 0.0
+            mean = largest = 0.0
         buckets[-1][i] = param
-        size += own
-    here = [{i: param for i, param in sorted(bucket.items()) if _is_here(param)} for bucket in buckets]
-    work: dict[DeviceMesh | None, list[int]] = {}
-    return [(list(bucket), _on_meshes(bucket, kinds, work)) for bucket in here]
+        mean += own
+        largest += held
+    return buckets
 
 
 def _is_here(param: Tensor) -> bool:
@@ -245,14 +258,14 @@ def _is_here(param: Tensor) -> bool:
 def _on_meshes(
     bucket: dict[int, Tensor], kinds: Sequence[Kind], work: dict[DeviceMesh | None, list[int]]
 ) -> list[OnMesh]:
-    """In the order in which the parameters name them: the same on all ranks. ``work``: of ranks so far, added to."""
+    """In one order on all ranks. ``work``: of ranks so far, added to."""
     found: dict[tuple[DeviceMesh | None, Dtypes], dict[int, Tensor]] = {}
     for i, param in bucket.items():
         mesh = param.device_mesh if isinstance(param, DTensor) else None
         found.setdefault((mesh, kinds[i].dtypes), {})[i] = param
     splits = [kind.splits for kind in kinds]
     made: list[OnMesh] = []
-    for (mesh, dtypes), members in found.items():
+    for (mesh, dtypes), members in sorted(found.items(), key=lambda each: mesh_order(each[0][0])):
         busy = work.get(mesh)
         on_mesh = MatricesOnMesh(members, splits, mesh, busy)
         work[mesh] = on_mesh.work if busy is None else [a + b for a, b in zip(on_mesh.work, busy, strict=True)]

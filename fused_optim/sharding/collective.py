@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
@@ -67,9 +67,31 @@ def distinct(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def check_alike(who: str, options: Mapping[str, object], group: dist.ProcessGroup | None = None) -> None:
     """Raise ValueError, on all ranks, for options that other ranks were given other values of, as their reprs say."""
     given = distinct({name: repr(value) for name, value in options.items()}, group)
-    if differing := [name for name in options if len({each[name] for each in given}) > 1]:
-        own = ", ".join(f"{name}={options[name]!r}" for name in differing)
-        raise ValueError(f"{who}: ranks were given different options, this one {own}: give all of them the same")
+    if differing := differences(dict(enumerate(given))):
+        raise ValueError(f"{who}: ranks were given different options: {differing}: give all of them the same")
+
+
+def differences(given: Mapping[int, Mapping[str, str]]) -> str:
+    """``name: value on ranks 0, 1; value on rank 2`` of each name that ranks have different values of.
+
+    ``given``: values by name, by rank. A name that a rank lacks is nothing there.
+    """
+    names = dict.fromkeys(name for own in given.values() for name in own)
+    found = []
+    for name in names:
+        ranks: dict[str, list[int]] = {}
+        for rank, own in given.items():
+            ranks.setdefault(own.get(name, "nothing"), []).append(rank)
+        if len(ranks) > 1:
+            values = ", ".join(f"{value} on {some_ranks(own)}" for value, own in ranks.items())
+            found.append(f"{name}: {values}")
+    return "; ".join(found)
+
+
+def some_ranks(ranks: Sequence[int]) -> str:
+    """The first few, and how many more there are."""
+    shown = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def _largest(numbers: list[int], group: dist.ProcessGroup | None) -> list[int]:
@@ -161,9 +183,21 @@ def failing_together(params: Collection[Tensor], elsewhere: str) -> Iterator[Non
 
 
 def meshes_of(params: Iterable[Tensor]) -> list[DeviceMesh]:
-    """Those of the DTensors, each once; not those of other ranks alone, whose collectives are none of ours."""
+    """Those of the DTensors, each once, in one order on all ranks.
+
+    Not those of other ranks alone, whose collectives are none of ours.
+    """
     meshes = dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))
-    return [mesh for mesh in meshes if mesh.get_coordinate() is not None]
+    own = [mesh for mesh in meshes if mesh.get_coordinate() is not None]
+    return sorted(own, key=mesh_order) if len(own) > 1 else own
+
+
+def mesh_order(mesh: DeviceMesh | None) -> tuple[tuple[str, ...], list[int]]:
+    """What meshes are sorted by: ranks meet in one order, whichever they have their parameters in.
+
+    By names first, so that all ranks are at the same dim of a larger mesh. None, of plain tensors, comes first.
+    """
+    return ((), []) if mesh is None else (tuple(mesh.mesh_dim_names or ()), mesh.mesh.flatten().tolist())
 
 
 def largest_on(mesh: DeviceMesh, numbers: list[int], limit: timedelta | None = None) -> list[int]:
@@ -178,6 +212,17 @@ def largest_on(mesh: DeviceMesh, numbers: list[int], limit: timedelta | None = N
         assert work is not None
         work.wait(*(() if limit is None else (limit,)))
     return [int(number) for number in reduced.tolist()]
+
+
+def gather_on(mesh: DeviceMesh, value: T) -> dict[int, T]:
+    """The values of a mesh's ranks, by rank: a collective."""
+    found = {dist.get_rank(): value}
+    for dim in range(mesh.ndim):
+        group = mesh.get_group(dim)
+        everyone: list[dict[int, T]] = [found] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, found, group=group)
+        found = {rank: each for own in everyone for rank, each in own.items()}
+    return dict(sorted(found.items()))
 
 
 def announce_on(mesh: DeviceMesh, numbers: list[int]) -> None:

@@ -386,6 +386,16 @@ def _block_size(shape: tuple[int, ...], rows: Iterable[int]) -> int:
     return next((block for block in BLOCKS if all(row % block == 0 for row in lengths)), 0)
 
 
+def largest_shard(param: Tensor) -> int:
+    """How many elements of a parameter a rank holds at most, by placements alone."""
+    sizes = list(param.shape)
+    if isinstance(param, DTensor):
+        for ranks, placement in zip(param.device_mesh.shape, param.placements, strict=True):
+            if (dim := sharded_dim(placement)) is not None:
+                sizes[dim] = -(-sizes[dim] // ranks)
+    return math.prod(sizes)
+
+
 def _possible_rows(param: Tensor) -> list[int]:
     """Lengths of a row (all dims but the first) on the ranks of the mesh."""
     sizes = [_possible_sizes(param, dim) for dim in range(1, param.dim())]

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fused_optim.sharding.collective import any_rank
+from fused_optim.sharding.collective import any_rank, mesh_order
 from fused_optim.sharding.dtensor import (
     has_own_chunks,
     is_strided,
@@ -57,7 +57,7 @@ def locate_uneven_shards(params: Iterable[Tensor]) -> None:
     for param in params:
         if isinstance(param, DTensor) and param.device_mesh.get_coordinate() is not None:
             alike.setdefault((param.device_mesh, _innermost_first(param)), []).append(param)
-    for (mesh, order), members in alike.items():
+    for (mesh, order), members in sorted(alike.items(), key=lambda each: (mesh_order(each[0][0]), each[0][1])):
         if any_rank(members, any(map(_is_uneven, members)), False)[0]:
             _locate(mesh, order, members)
 

@@ -1,21 +1,21 @@
-"""What ranks must have alike of their gradients, because steps send them: found out before anything is sent.
+"""What ranks must have alike because steps send it, gradients and plans: found out before anything is sent.
 
 A gradient that is placed otherwise than its parameter, partial sums for one, is brought to its parameter's placements,
 and whole matrices are put together of all ranks' gradients. Each rank begins these collectives because of the gradients
-that it has. Where another one has others, both would wait for ever. Usually ranks have them alike, and then nothing is
-asked:
+that it has, and of what it was built with: options, param groups, the order of parameters (``facts.py``). Where another
+one has others, both would wait for ever. Usually ranks have them alike, and then nothing is asked:
 
 * Before the first step, or the first clipping, all ranks tell each other what they are going to send.
 * Where a mesh has had gradients out of place, its ranks do so again each time; before each step, too, where some rank
   has no elements of a matrix, for which FSDP may leave it without a gradient.
-* Elsewhere a rank that has something else to send than last time asks the others, who ask, too, if they have. Where
-  they do not within ``LIMIT``, it raises. Only a question in every step would let them know.
+* Elsewhere a rank that has something else to send than last time, or has planned its steps otherwise, asks the others,
+  who ask, too, if they have. Where they do not within ``LIMIT``, it raises. Only a question in every step would let
+  them know.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
@@ -26,13 +26,15 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim.backends import is_capturing
 from fused_optim.options.checks import describe
-from fused_optim.sharding.collective import announce_on, largest_on, meshes_of
+from fused_optim.sharding.collective import announce_on, differences, gather_on, largest_on, meshes_of, some_ranks
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.state.store import StateStore
+from fused_optim.step.facts import Entry, Facts, digest_of, facts_of
 
 # Just before NCCL gives up by default: ranks may be minutes apart, after an evaluation on one of them.
 LIMIT = timedelta(minutes=9)
-_FAILED = [0, 0, 1, 0, 0]
+_FAILED = [0, 0, 0, 0, 1, 0, 0]
+_SHOWN = 3  # parameters that ranks have other facts of
 _ELSEWHERE = "gradients: another rank refused its own, or has found that ranks have different ones; its error says why"
 
 
@@ -55,28 +57,34 @@ class Own:
     """What this rank is going to send: its misplaced gradients, by mesh.
 
     ``gradients``: of the parameters that are whole matrices, whether they have one; None: no elements of it either.
-    ``with_empty``: the meshes with such a parameter that this rank has no elements of.
+    ``with_empty``: the meshes with such a parameter that this rank has no elements of. ``facts``: what else decides
+    what is sent; empty: nothing is said of that.
     """
 
     misplaced: dict[DeviceMesh, list[Misplaced]] = field(default_factory=dict)
     gradients: dict[DeviceMesh, list[bool | None]] = field(default_factory=dict)
     with_empty: set[DeviceMesh] = field(default_factory=set)
+    facts: Mapping[DeviceMesh, Facts] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, params: Sequence[Tensor], grads: Sequence[Tensor | None], names: Sequence[str | None] | None = None
+        cls,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        names: Sequence[str | None] | None = None,
+        facts: Mapping[DeviceMesh, Facts] | None = None,
     ) -> Own:
         """Of some parameters' gradients, where no matrices are put together."""
-        own = cls()
+        own = cls(facts=facts or {})
         for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
             if grad is not None:
                 own.add(param, grad, index, None if names is None else names[index])
         return own
 
     @classmethod
-    def of_all(cls, store: StateStore) -> Own:
-        """Of all of an optimizer's gradients."""
-        own = cls.of(store.params, store.gradients(), store.names)
+    def of_all(cls, store: StateStore, every: bool = False) -> Own:
+        """Of all of an optimizer's gradients. ``every``: see :func:`fused_optim.step.facts.facts_of`."""
+        own = cls.of(store.params, store.gradients(), store.names, facts_of(store, every=every))
         own.add_matrices(store)
         return own
 
@@ -110,7 +118,12 @@ class Agreement:
         self._with_misplaced: set[DeviceMesh] = set()
         self._with_empty: set[DeviceMesh] = set()  # on some rank, as in `Own`
         self._gradients: dict[DeviceMesh, list[bool | None]] = {}
+        self._facts: Mapping[DeviceMesh, Facts] = {}
         self._is_open = False
+
+    @property
+    def is_first(self) -> bool:
+        return self._is_first
 
     def open(self) -> None:
         """A step has begun, in which others may ask this rank."""
@@ -124,19 +137,25 @@ class Agreement:
                 announce_on(mesh, _FAILED)
 
     def reach(self, own: Own, is_first: bool = False) -> None:
-        """Raises RuntimeError where ranks would send different gradients, on all ranks that were asked.
+        """Raises RuntimeError where ranks would send different things, on all ranks that were asked.
 
         A collective over the meshes that the module's text names; nothing in a CUDA graph, before which all was said.
         ``is_first``: all ranks tell each other in any case.
         """
         self._is_open = False
         self._is_first |= is_first
-        has_something_to_say = own.misplaced or (own.gradients and self._must_ask_for_matrices(own))
+        has_facts = (
+            own.facts and own.facts is not self._facts and any(self._has_other_facts(mesh, own) for mesh in own.facts)
+        )
+        has_something_to_say = own.misplaced or has_facts or (own.gradients and self._must_ask_for_matrices(own))
+        if own.facts and not has_facts:
+            self._facts = own.facts
         if not (self._is_first or self._with_misplaced or has_something_to_say) or is_capturing():
             return
         error = None
         for mesh in meshes_of(self._params()):
             has_new = bool(own.misplaced.get(mesh)) or self._has_other_matrices(mesh, own)
+            has_new = has_new or self._has_other_facts(mesh, own)
             is_asked = self._is_first or mesh in self._with_misplaced
             is_asked = is_asked or (mesh in self._with_empty and mesh in own.gradients)
             if is_asked or has_new:
@@ -145,6 +164,7 @@ class Agreement:
         self._is_first = False
         if error is not None:
             raise RuntimeError(error)
+        self._facts = own.facts or self._facts
 
     def _must_ask_for_matrices(self, own: Own) -> bool:
         return any(mesh in self._with_empty or self._has_other_matrices(mesh, own) for mesh in own.gradients)
@@ -152,21 +172,30 @@ class Agreement:
     def _has_other_matrices(self, mesh: DeviceMesh, own: Own) -> bool:
         return mesh in own.gradients and own.gradients[mesh] != self._gradients.get(mesh)
 
+    def _has_other_facts(self, mesh: DeviceMesh, own: Own) -> bool:
+        if mesh not in own.facts:
+            return False
+        return mesh not in self._facts or own.facts[mesh].deciding != self._facts[mesh].deciding
+
     def _ask(self, mesh: DeviceMesh, own: Own, limit: timedelta | None, has_failed: bool) -> str | None:
         """What is wrong."""
         misplaced = own.misplaced.get(mesh, [])
         texts = [each.text for each in misplaced]
-        digest = int.from_bytes(hashlib.sha256("\n".join(each.key for each in misplaced).encode()).digest()[:7])
+        digest = digest_of([each.key for each in misplaced])
+        facts = own.facts.get(mesh)
+        planned = 0 if facts is None else facts.digest(self._is_first)
         has_other, has_empty = self._has_other_matrices(mesh, own), mesh in own.with_empty
-        numbers = [digest, -digest, int(has_failed), int(has_other), int(has_empty)]
+        numbers = [digest, -digest, planned, -planned, int(has_failed), int(has_other), int(has_empty)]
         try:
-            largest, smallest, failed, others, empty = largest_on(mesh, numbers, limit)
+            largest, smallest, most, least, failed, others, empty = largest_on(mesh, numbers, limit)
         except RuntimeError as error:
             if limit is None:
                 raise
-            raise RuntimeError(_alone(texts, limit)) from error
+            raise RuntimeError(_alone(texts, self._has_other_facts(mesh, own), limit)) from error
         if failed:
             return _ELSEWHERE
+        if most != -least:
+            return _otherwise_planned(mesh, facts, self._is_first)
         if largest != -smallest:
             return _different(texts)
         if texts:
@@ -176,6 +205,7 @@ class Agreement:
         return self._ask_for_matrices(mesh, own.gradients.get(mesh, [])) if others else None
 
     def _ask_for_matrices(self, mesh: DeviceMesh, gradients: list[bool | None]) -> str | None:
+        """``gradients``: of as many matrices on all ranks, as facts say."""
         found = largest_on(mesh, [int(has is kind) for kind in (True, False) for has in gradients])
         count = len(gradients)
         wrong = [i for i in range(count) if found[i] and found[count + i]]
@@ -196,7 +226,39 @@ def _different(texts: Sequence[str]) -> str:
     )
 
 
-def _alone(texts: Sequence[str], limit: timedelta) -> str:
+def _otherwise_planned(mesh: DeviceMesh, facts: Facts | None, is_first: bool) -> str:
+    """What is different: a collective over the mesh, whose ranks have found out that something is."""
+    entries: Sequence[Entry] = () if facts is None else facts.entries
+    (count,) = largest_on(mesh, [len(entries)])
+    digests = [digest_of(entry.texts(is_first)) for entry in entries] + [0] * (count - len(entries))
+    found = largest_on(mesh, [*digests, *(-digest for digest in digests)])
+    differing = [i for i in range(count) if found[i] != -found[count + i]]
+    shown = differing[:_SHOWN]
+    own = {i: (entries[i].who, entries[i].texts(is_first)) for i in shown if i < len(entries)}
+    given = gather_on(mesh, (own, {} if facts is None else facts.options))
+    who_by_text: dict[str, list[str]] = {}
+    for i in shown:
+        of_ranks = {rank: each[i] for rank, (each, _) in given.items() if i in each}
+        who = own[i][0] if i in own else next(iter(of_ranks.values()))[0]
+        lacking = [rank for rank in given if rank not in of_ranks]
+        text = f"not on {some_ranks(lacking)}" if lacking else ""
+        text = text or differences({rank: texts for rank, (_, texts) in of_ranks.items()})
+        who_by_text.setdefault(text, []).append(who)
+    texts = [f"{text} ({', '.join(who)})" for text, who in who_by_text.items()]
+    if len(differing) > _SHOWN:
+        texts.append(f"{len(differing) - _SHOWN} more parameters")
+    if options := differences({rank: options for rank, (_, options) in given.items()}):
+        texts.append(f"options: {options}")
+    hint = "give all ranks of a mesh the same ones, in one order"
+    return f"ranks have other options, param groups or parameters than others: {'; '.join(texts)}; {hint}"
+
+
+def _alone(texts: Sequence[str], is_planned_otherwise: bool, limit: timedelta) -> str:
+    if is_planned_otherwise:
+        return (
+            "options, param groups or trained parameters were changed since the step before, and other ranks have not "
+            f"said the same within {limit.total_seconds():g} s: change them on all ranks alike"
+        )
     what = f"placed otherwise than their parameters ({_listed(texts)})" if texts else "there, or missing, for matrices"
     return (
         f"gradients are {what}, which was not so in the steps before, and other ranks have not said the same within "

@@ -11,6 +11,7 @@ A backward pass that fails ends its step: what it has updated counts, and other 
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
 
 from fused_optim.backends.compiled import SameTensors
 from fused_optim.memory import copies
@@ -28,11 +30,12 @@ from fused_optim.memory.by_parameter import ByParameter, Reference, reference_to
 from fused_optim.memory.layout import STEP
 from fused_optim.options.checks import describe
 from fused_optim.rule import Hyper
-from fused_optim.sharding.dtensor import local_tensor
+from fused_optim.sharding.dtensor import local_tensor, sharding_dims
 from fused_optim.state.groups import Group
 from fused_optim.state.store import StateStore
 from fused_optim.step.agreement import Agreement, Own, is_misplaced
 from fused_optim.step.amp import gradients_are_scaled
+from fused_optim.step.facts import facts_of
 from fused_optim.step.plan import Basis, Plan, placed_as
 from fused_optim.step.scalars import DeviceScalars
 from fused_optim.step.streams import SideStreams
@@ -85,7 +88,7 @@ class Stepping(Protocol):
 
 
 class Buckets:
-    """The steps of an optimizer with gradient release.
+    """The steps of an optimizer with gradient release. Made by all ranks of the parameters' meshes together.
 
     Args:
         choose: called where the parameters that require gradients are others than before.
@@ -107,6 +110,7 @@ class Buckets:
         self._out_of_place: ByParameter[bool] = ByParameter()
         self._reset()
         self._choose_buckets()
+        Agreement(lambda: store.params).reach(Own(facts=facts_of(store, self._number.get)))
 
     def _reset(self) -> None:
         self._is_begun = False
@@ -303,7 +307,8 @@ class Buckets:
         params = self._store.params
         out = {param for param in _alive(references) if is_misplaced(param, param.grad)}
         grads = [param.grad if param in out else None for param in params] if out else [None] * len(params)
-        self._stepping.agreement.reach(Own.of(params, grads, self._store.names))
+        facts = None if self._basis is None else self._basis.facts
+        self._stepping.agreement.reach(Own.of(params, grads, self._store.names, facts))
         for param, grad in zip(params, grads, strict=True):
             if grad is not None:
                 param.grad = placed_as(grad, param)
@@ -366,7 +371,7 @@ class Buckets:
         chosen = [param for param in names if param not in self._out_of_place]
         size = self._bucket_bytes
         if size is None:
-            size = max(LEAST_BYTES, sum(map(_local_bytes, chosen)) // MOST_BUCKETS)
+            size = max(LEAST_BYTES, sum(map(_bytes_of_a_rank, chosen)) // MOST_BUCKETS)
         buckets = list(_cut(chosen, size))
         self._members = [list(map(reference_to, bucket)) for bucket in buckets]
         self._basis = None  # plans are left where new ones are made: they know what others have written
@@ -393,17 +398,20 @@ class Buckets:
             self._hypers.clear()
         others = [param for param in store.params if param not in self]
         self._others = list(map(reference_to, others))
-        self._basis = basis = Basis(store.groups, store)
+        self._basis = basis = Basis(store.groups, store, self._number.get)
         self.plans = [Plan(store.groups, store, bucket, basis) for bucket in [*map(_alive, self._members), others]]
 
 
-def _local_bytes(param: Tensor) -> int:
-    local = local_tensor(param)
-    return local.numel() * local.element_size()
+def _bytes_of_a_rank(param: Tensor) -> int:
+    """On average, the same on all ranks: where quantized weights have one scale, these reduce it bucket by bucket."""
+    ranks = 1
+    if isinstance(param, DTensor):
+        ranks = math.prod(param.device_mesh.size(dim) for dim in sharding_dims(param))
+    return -(-param.numel() // ranks) * local_tensor(param).element_size()
 
 
 def _cut(params: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """Lists of parameters on one device whose local gradients reach ``size`` bytes."""
+    """Lists of parameters on one device whose gradients reach ``size`` bytes on a rank."""
     bucket: list[Tensor] = []
     filled = 0
     for param in params:
@@ -411,7 +419,7 @@ def _cut(params: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
             yield bucket
             bucket, filled = [], 0
         bucket.append(param)
-        filled += _local_bytes(param)
+        filled += _bytes_of_a_rank(param)
         if filled >= size:
             yield bucket
             bucket, filled = [], 0

@@ -194,9 +194,10 @@ def _gather(
 
     A parameter without a gradient still counts as a sharding, so that ranks where it has one do not wait for this one.
     """
-    shardings: dict[Sharding, int] = {}
     by_device: dict[torch.device, Locals] = {}
     known: dict[object, Sharding] = {}
+    own_shardings: list[Sharding] = []
+    names: dict[Sharding, list[tuple[str, str]]] = {}
     for param, grad in zip(params, grads, strict=True):
         placed = param if grad is None else grad
         sharding: Sharding = ()
@@ -204,8 +205,13 @@ def _gather(
             key = (placed.device_mesh, placed.placements)
             if key not in known:
                 known[key] = _sharding(placed)
+                names.setdefault(known[key], _names(placed))
             sharding = known[key]
-        group = shardings.setdefault(sharding, len(shardings))
+        own_shardings.append(sharding)
+    # In one order on all ranks, whichever they have their parameters in.
+    used = sorted(dict.fromkeys(own_shardings), key=lambda sharding: names.get(sharding, []))
+    shardings = {sharding: number for number, sharding in enumerate(used)}
+    for sharding, grad in zip(own_shardings, grads, strict=True):
         if grad is None:
             continue
         local = finished_local(grad)
@@ -215,13 +221,19 @@ def _gather(
             own = by_device[device] = Locals()
         if local.numel():
             own.tensors.append(local)
-            own.groups.append(group)
+            own.groups.append(shardings[sharding])
     return shardings, by_device
 
 
 def _sharding(tensor: DTensor) -> Sharding:
     mesh = tensor.device_mesh
     return tuple(Ranks(mesh.get_group(dim), mesh.device_type) for dim in sharding_dims(tensor))
+
+
+def _names(tensor: DTensor) -> list[tuple[str, str]]:
+    """Of the dims that shard and, where meshes have none, of groups: what all ranks of these have alike."""
+    mesh, names = tensor.device_mesh, tensor.device_mesh.mesh_dim_names
+    return [(names[dim] if names else "", mesh.get_group(dim).group_name) for dim in sharding_dims(tensor)]
 
 
 def _reduce(values: list[Tensor], shardings: list[Sharding], norm_type: float) -> list[Tensor]:

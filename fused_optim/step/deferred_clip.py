@@ -10,6 +10,7 @@ from torch import Tensor
 from fused_optim.state.store import StateStore
 from fused_optim.step import clip
 from fused_optim.step.agreement import Agreement, Own
+from fused_optim.step.facts import facts_of
 from fused_optim.step.scalars import DeviceScalars, is_capturable_on
 from fused_optim.step.skip import Skips
 
@@ -28,7 +29,9 @@ class DeferredClip:
         """Clip the next step's gradients; see ``ShardedOptimizer.clip_grad_norm_``."""
         store = self._store
         grads = store.gradients()
-        self._agreement.reach(Own.of(store.params, grads, store.names))
+        asked = {"max_norm": max_norm, "norm_type": norm_type}
+        facts = facts_of(store, asked=asked) if self._agreement.is_first else None
+        self._agreement.reach(Own.of(store.params, grads, store.names, facts))
         measured = clip.measure(store.params, grads, max_norm, norm_type, error_if_nonfinite)
         self.due = measured
         if store.settings.skip_nonfinite:

@@ -15,7 +15,7 @@ from fused_optim.matrices.exchange import Dtypes, MatricesOnMesh
 from fused_optim.matrices.orthogonalize import orthogonalize
 from fused_optim.matrices.owners import Matrix
 from fused_optim.rule import Orthogonalization
-from fused_optim.sharding.collective import mesh_group
+from fused_optim.sharding.collective import mesh_group, mesh_order
 
 
 def sigma_errors(
@@ -30,7 +30,7 @@ def sigma_errors(
     for i, param in enumerate(params):
         by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, {})[i] = param
     found: dict[int, float] = {}
-    for mesh, members in by_mesh.items():
+    for mesh, members in sorted(by_mesh.items(), key=lambda each: mesh_order(each[0])):
         if mesh is not None and mesh.get_coordinate() is None:  # of other ranks
             continue
         sums = _sums(mesh, members, updates, how)

@@ -170,7 +170,7 @@ def diagnose(store: StateStore, hypers: Hypers, refreshed_plan: Callable[[], Pla
     members = [each for each in everything if not each.rule.whole_matrices]
     rows = _Rows(members)
     with failing_together(store.params, _ELSEWHERE):
-        Agreement(lambda: store.params).reach(Own.of_all(store))
+        Agreement(lambda: store.params).reach(Own.of_all(store, every=True))
         sent = [each.param for each in everything if is_misplaced(each.param, each.grad)]  # alike on all ranks, hence
         with failing_together(sent, _ELSEWHERE) if sent else nullcontext():
             for each in everything if sent else ():

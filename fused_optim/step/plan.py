@@ -11,10 +11,12 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fused_optim.adapters import adapter_of
@@ -36,6 +38,7 @@ from fused_optim.state.groups import Group
 from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.store import StateStore
 from fused_optim.step.agreement import Own
+from fused_optim.step.facts import Facts, facts_of
 from fused_optim.step.parts import Part, cached, cached_weight, is_watchable
 from fused_optim.step.weights import NewValues, Weight, WeightUpdates
 
@@ -44,6 +47,11 @@ def _formats_of(groups: Sequence[Group], store: StateStore) -> list[Any]:
     """What the groups ask for, as it is written there."""
     specs = store.rule.states
     return [group.get(spec.option) for group in groups for spec in specs]
+
+
+def _copied(value: Any) -> Any:
+    """A list may be written to."""
+    return list(value) if isinstance(value, list) else value
 
 
 def placed_as(grad: Tensor, param: Tensor) -> Tensor:
@@ -64,21 +72,43 @@ def check_capturable(backends: dict[torch.device, str]) -> None:
 
 
 class Basis:
-    """What plans are made of: param groups, dicts of states, formats, seed and backend. Keeps none of them."""
+    """What plans are made of: param groups, dicts of states, options of groups, seed and backend. Keeps none of them.
 
-    def __init__(self, groups: Sequence[Group], store: StateStore) -> None:
-        self._seed, self._forced = store.settings.seed, forced_backend()
+    ``release``: see :func:`fused_optim.step.facts.facts_of`.
+    """
+
+    def __init__(
+        self, groups: Sequence[Group], store: StateStore, release: Callable[[Tensor], int | None] | None = None
+    ) -> None:
+        self._store, self._release = store, release
+        settings = store.settings
+        self._seed, self._skips, self._forced = settings.seed, settings.skip_nonfinite, forced_backend()
         self._formats = _formats_of(groups, store)
+        rules = [store.rule.for_group(group) for group in groups]
+        self._planned_keys = [(number, key) for number, rule in enumerate(rules) for key in rule.planned_options]
+        self._planned = self._planned_of(groups)
         self._in_groups = [Identities(group["params"]) for group in groups]
         self._state_keys, self._state_dicts = Identities(store.state), Identities(store.state.values())
 
+    @cached_property
+    def facts(self) -> dict[DeviceMesh, Facts]:
+        """What decides collectives: found when it is first asked for, before the first step with these plans."""
+        return facts_of(self._store, self._release)
+
+    def _planned_of(self, groups: Sequence[Group]) -> list[Any]:
+        """What decides what ranks send each other."""
+        return [_copied(groups[number].get(key)) for number, key in self._planned_keys]
+
     def is_that_of(self, groups: Sequence[Group], store: StateStore) -> bool:
         """Whether all is as it was. Who asks knows that no parameter is gone, which another may have replaced."""
+        settings = store.settings
         return (
-            store.settings.seed == self._seed
+            settings.seed == self._seed
+            and settings.skip_nonfinite == self._skips
             and forced_backend() == self._forced
             and _formats_of(groups, store) == self._formats
             and len(groups) == len(self._in_groups)
+            and not (self._planned_keys and self._planned_of(groups) != self._planned)
             and all([own.are(group["params"]) for group, own in zip(groups, self._in_groups, strict=True)])
             and Identities.are_items(store.state, self._state_keys, self._state_dicts)
         )
@@ -228,7 +258,7 @@ class Plan:
             part.shards.works.clear()
 
     def _to_send(self, stale: Sequence[tuple[Part, int, Tensor]], attribute: str) -> Own:
-        own = Own()
+        own = Own(facts=self._basis.facts)
         for part, i, param in stale:
             own.add(param, getattr(param, attribute), part.indices[i], self._names[part.indices[i]])
         if self._has_matrices:

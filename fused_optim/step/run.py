@@ -252,7 +252,7 @@ class Stepper:
     def in_buckets(self, choose: Choice, bucket_bytes: int | None) -> Buckets:
         """From now on steps are made in buckets, as gradient release does. Creates the states.
 
-        A collective where shards have chunk lists of their own.
+        A collective over the parameters' meshes. Raises RuntimeError on all ranks that were given other options.
         """
         self.leave_plan()
         self.scalars.pull(self._groups)

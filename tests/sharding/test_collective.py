@@ -5,10 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard
 
 import distributed
-from fused_optim.sharding.collective import distinct, gather_at_first, on_all_ranks, on_any
+from fused_optim.sharding.collective import (
+    differences,
+    distinct,
+    gather_at_first,
+    gather_on,
+    meshes_of,
+    on_all_ranks,
+    on_any,
+)
 
 
 def tell() -> dict[str, Any]:
@@ -60,3 +70,23 @@ def gathers() -> tuple[int, str]:
 def test_objects_are_gathered_where_something_failed() -> None:
     elsewhere = (0, "RaisedElsewhere working: rank 1 failed: KeyError: 'lost'")
     assert distributed.run(3, gathers) == [elsewhere, (0, "KeyError 'lost'"), elsewhere]
+
+
+def test_differences_name_values_and_ranks() -> None:
+    given = {rank: {"same": "1", "other": str(rank // 4), "late": "x"} for rank in range(6)}
+    del given[5]["late"]
+    assert differences(given) == (
+        "other: 0 on ranks 0, 1, 2, 3, 1 on ranks 4, 5; late: x on ranks 0, 1, 2, 3 and 1 more, nothing on rank 5"
+    )
+    assert differences({0: {"a": "1"}, 3: {"a": "1"}}) == ""
+
+
+def of_a_mesh() -> tuple[dict[int, int], list[tuple[str, ...]]]:
+    both = distributed.mesh(2, 2, names=("b", "a"))
+    params = [distributed.shard(torch.ones(4), on, [Shard(0)]) for on in (both["b"], both["a"])]
+    assert meshes_of(params) == meshes_of(params[::-1])
+    return gather_on(both, dist.get_rank() ** 2), [mesh.mesh_dim_names or () for mesh in meshes_of(params)]
+
+
+def test_values_of_a_mesh_and_the_order_of_meshes() -> None:
+    assert distributed.run(4, of_a_mesh) == [({0: 0, 1: 1, 2: 4, 3: 9}, [("a",), ("b",)])] * 4

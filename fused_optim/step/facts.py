@@ -1,0 +1,153 @@
+"""What decides which collectives an optimizer's steps make, in what order and of what sizes, on each mesh.
+
+All ranks of a mesh must have it alike. Else they would wait for each other, or take the pieces of one matrix for those
+of another. :class:`fused_optim.step.agreement.Agreement` compares it when steps are planned.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from fused_optim.adapters import needs_collective
+from fused_optim.matrices.shards import cut
+from fused_optim.options.checks import describe
+from fused_optim.sharding.collective import bare_name, meshes_of
+from fused_optim.sharding.dtensor import local_tensor
+from fused_optim.state.groups import Group
+from fused_optim.state.store import StateStore
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Of the optimizer, or of one parameter: texts, by what they are about.
+
+    ``who``: that, in messages; may differ from rank to rank. ``deciding``: of collectives. ``others``: what makes
+    ranks' shares of an update different; it may change from step to step, so it is compared before the first one.
+    """
+
+    who: str
+    deciding: Mapping[str, str]
+    others: Mapping[str, str] = field(default_factory=dict)
+
+    def texts(self, is_first: bool) -> Mapping[str, str]:
+        return {**self.deciding, **self.others} if is_first else self.deciding
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of one mesh. ``options``: of the whole optimizer, by name, which may be why entries differ."""
+
+    entries: Sequence[Entry]
+    options: Mapping[str, str]
+
+    @cached_property
+    def deciding(self) -> int:
+        """A digest of what decides collectives."""
+        return self.digest(False)
+
+    def digest(self, is_first: bool) -> int:
+        return digest_of([entry.texts(is_first) for entry in self.entries])
+
+
+def digest_of(value: object) -> int:
+    """Of its repr: positive, and small enough for an int64 with a sign."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7])
+
+
+def facts_of(
+    store: StateStore,
+    release: Callable[[Tensor], int | None] | None = None,
+    asked: Mapping[str, object] | None = None,
+    every: bool = False,
+) -> dict[DeviceMesh, Facts]:
+    """Of the next step of an optimizer, by mesh. Nothing of it is sent.
+
+    ``release``: the bucket of gradient release that a parameter is in. ``asked``: arguments of what is called.
+    ``every``: of all parameters, as for what sends something of each; not only of those whose updates are sent.
+    """
+    shared: dict[DeviceMesh, list[Entry]] = {mesh: [] for mesh in meshes_of(store.params)}
+    if not shared:
+        return {}
+    options = {name: repr(value) for name, value in store.settings.as_dict().items()}
+    buckets, names, rules = _buckets_of_matrices(store), store.names, store.rules()
+    for index, (param, group) in enumerate(_with_groups(store)):
+        if not isinstance(param, DTensor) or param.device_mesh not in shared:
+            continue
+        rule, name = rules[param], names[index]
+        own = {"name": str(name and bare_name(name)), "trained": str(_is_trained(store, param))}
+        if rule.whole_matrices:
+            own |= {key: _spelled(group.get(key)) for key in rule.planned_options}
+            own |= {"in host memory": str(_is_offloaded(store, param, group)), "bucket": str(buckets.get(param))}
+        elif not (every or needs_collective(param)):
+            continue
+        if release is not None:
+            own["bucket of gradient release"] = str(release(param))
+        own |= {"shape": str(tuple(param.shape)), "placements": _placed(param.placements)}
+        others = {key: _spelled(group.get(key)) for key in rule.shared_options}
+        who = f"parameter {index} ({name!r})" if name else describe(param, index)
+        shared[param.device_mesh].append(Entry(who, own, others))
+    arguments = {name: _spelled(value) for name, value in (asked or {}).items()}
+    whole = {"param groups": str(len(store.groups)), "skip_nonfinite": str(store.settings.skip_nonfinite)}
+    return {mesh: Facts([Entry("the optimizer", whole, arguments), *own], options) for mesh, own in shared.items()}
+
+
+@functools.lru_cache(maxsize=64)
+def _placed(placements: tuple[Placement, ...]) -> str:
+    return str(tuple(placements))
+
+
+def _with_groups(store: StateStore) -> Iterator[tuple[Tensor, Group]]:
+    return ((param, group) for group in store.groups for param in group["params"])
+
+
+def _is_trained(store: StateStore, param: Tensor) -> bool:
+    """Whether a step has a place for it, with a gradient or without."""
+    return param in store or not store.is_frozen(param)
+
+
+def _is_offloaded(store: StateStore, param: Tensor, group: Group) -> bool:
+    if not store.settings.offload_states and param not in store:
+        return False
+    layout = store.layouts[param] if param in store else store.new_layout(param, group)
+    return bool(layout.offloaded)
+
+
+def _buckets_of_matrices(store: StateStore) -> dict[Tensor, int]:
+    """The bucket of each parameter that is updated as whole matrices: of those with some on its mesh, which one."""
+    rules, parts = store.rules(), dict[tuple[torch.device, bool], dict[int, Tensor]]()
+    for index, (param, group) in enumerate(_with_groups(store)):
+        if rules[param].whole_matrices and _is_trained(store, param):
+            key = local_tensor(param).device, _is_offloaded(store, param, group)
+            parts.setdefault(key, {})[index] = param
+    counts: Counter[DeviceMesh | None] = Counter()
+    found: dict[Tensor, int] = {}
+    for key in sorted(parts, key=str):  # as plans have them
+        for bucket in cut(parts[key]):
+            meshes = {param: param.device_mesh if isinstance(param, DTensor) else None for param in bucket.values()}
+            found |= {param: counts[mesh] for param, mesh in meshes.items()}
+            counts.update(set(meshes.values()))
+    return found
+
+
+def _spelled(value: Any) -> str:
+    """A value of a param group: the same text for what means the same."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, Real) and not isinstance(value, bool | int):
+        return repr(float(value))
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"({', '.join(map(_spelled, value))})"
+    return repr(value)
