@@ -2,7 +2,7 @@
 
     python .ci/build_wheels.py dist python3.11 python3.12 python3.13 python3.14
 
-A Python that is not on this machine, or lacks venv or headers, is named and left out; that none is there is an error.
+A Python that is not on this machine, or lacks pip or headers, is named and left out; that none is there is an error.
 What does not depend on the Python is compiled once. It needs what the extra `release` of pyproject.toml names.
 """
 
@@ -15,33 +15,66 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "wheels"
 SHOWN = "fused_optim: "  # what setup.py says of its progress
-# Distributions pack both apart from the interpreter, as python3-venv and python3-dev.
-NEEDED = "import ensurepip, os, sysconfig, venv; os.stat(os.path.join(sysconfig.get_path('include'), 'Python.h'))"
+FIND_HEADERS = """
+import os, sys, sysconfig
+header = os.path.join(sysconfig.get_path("include"), "Python.h")
+sys.exit(0 if os.path.exists(header) else f"there is no {header}")
+"""
+
+
+class Unusable(Exception):
+    """Says why there can be no wheel for a Python."""
 
 
 def main() -> None:
-    dist = Path(sys.argv[1]).resolve()
-    pythons = {name: path for name in sys.argv[2:] if (path := runs(name))}
-    for name in sys.argv[2:]:
-        print(f"{name}: {pythons.get(name, 'left out: not here, or without venv or headers')}", flush=True)
-    if not pythons:
+    dist, names = Path(sys.argv[1]).resolve(), sys.argv[2:]
+    empty(BUILD)
+    environments = {name: path for name in names if (path := find(name))}
+    if not environments:
         sys.exit("error: none of these Pythons is here")
-    for folder in (BUILD, dist):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+    empty(dist)
     source = build_sdist(dist)
-    for name, path in pythons.items():
+    for name, environment in environments.items():
         start = time.perf_counter()
-        wheel = build_wheel(name, path, source, dist)
+        wheel = build_wheel(name, environment, source, dist)
         print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, {time.perf_counter() - start:.0f} s", flush=True)
 
 
-def runs(name: str) -> str | None:
-    """The program's path, where it is there and runs: those of version managers may only say that they do not."""
-    path = shutil.which(name)
-    if path is None or subprocess.run([path, "-c", NEEDED], capture_output=True).returncode:
+def empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def find(name: str) -> Path | None:
+    try:
+        environment = make_environment(name)
+    except Unusable as error:
+        print(f"{name}: left out: {error}", flush=True)
         return None
-    return path
+    print(f"{name}: {shutil.which(name)}", flush=True)
+    return environment
+
+
+def make_environment(name: str) -> Path:
+    """A virtual environment, of a Python that can compile.
+
+    Those of all Pythons are made before anything is compiled, which takes long: only this shows whether pip is found,
+    and whether what a version manager has on the path is more than a message.
+    """
+    path = shutil.which(name)
+    if path is None:
+        raise Unusable("not here")
+    environment = BUILD / f"venv-{name.replace('/', '-')}"
+    # Distributions pack both apart from the interpreter, as python3-venv and python3-dev.
+    attempt("no virtual environment", [path, "-m", "venv", str(environment)])
+    attempt("no headers", [str(environment / "bin/python"), "-c", FIND_HEADERS])
+    return environment
+
+
+def attempt(failure: str, command: list[str]) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise Unusable(": ".join([failure, *done.stdout.strip().splitlines()[:1]]))
 
 
 def build_sdist(dist: Path) -> Path:
@@ -53,10 +86,9 @@ def build_sdist(dist: Path) -> Path:
     return BUILD / archive.name.removesuffix(".tar.gz")
 
 
-def build_wheel(name: str, python: str, source: Path, dist: Path) -> Path:
+def build_wheel(name: str, environment: Path, source: Path, dist: Path) -> Path:
     print(f"wheel of {name}", flush=True)
-    environment, built = BUILD / f"venv-{name.replace('/', '-')}", BUILD / f"built-{name.replace('/', '-')}"
-    run([python, "-m", "venv", str(environment)])
+    built = environment.with_name(environment.name.replace("venv", "built", 1))
     run([str(environment / "bin/python"), "-m", "pip", "wheel", "-v", "--no-deps", "-w", str(built), str(source)])
     (wheel,) = built.glob("*.whl")
     run([sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", str(built / "repaired"), str(wheel)])

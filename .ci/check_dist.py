@@ -27,16 +27,23 @@ def check_contents(dist: Path) -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     missing = sorted(set(tracked.splitlines()) - packed - NOT_IN_SDIST)
     assert not missing, f"{sdist.name} lacks {', '.join(missing)}: see MANIFEST.in"
-    for wheel in dist.glob("*.whl"):
-        with zipfile.ZipFile(wheel) as archive:
-            names = archive.namelist()
-            engines = json.loads(archive.read("fused_optim/_build_info.json"))
-        size = wheel.stat().st_size
-        assert size <= LARGEST_WHEEL, f"{wheel.name} has {size / 1e6:.1f} MB, more than {LARGEST_WHEEL / 1e6:.0f} MB"
-        folders = {name.partition("/")[0].partition("-")[0] for name in names}
-        assert folders == {"fused_optim"}, f"{wheel.name} holds {', '.join(sorted(folders))}"
-        for name, engine in engines.items():
-            print(f"{wheel.name}: {name}:", engine["reason"] or ", ".join(engine.get("archs") or engine["isas"]))
+    for wheel in sorted(dist.glob("*.whl")):
+        check_wheel(wheel)
+
+
+def check_wheel(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        engines = json.loads(archive.read("fused_optim/_build_info.json"))
+    size = wheel.stat().st_size
+    assert size <= LARGEST_WHEEL, f"{wheel.name} has {size / 1e6:.1f} MB, more than {LARGEST_WHEEL / 1e6:.0f} MB"
+    folders = {name.partition("/")[0].partition("-")[0] for name in names}
+    assert folders == {"fused_optim"}, f"{wheel.name} holds {', '.join(sorted(folders))}"
+    modules = {Path(name).name.partition(".")[0] for name in names if name.endswith(".so")}
+    built = {f"_engine_{name}" for name, engine in engines.items() if engine["built"]}
+    assert modules == built, f"{wheel.name} holds {sorted(modules)} and says that {sorted(built)} were built"
+    for name, engine in engines.items():
+        print(f"{wheel.name}: {name}:", engine["reason"] or ", ".join(engine.get("archs") or engine["isas"]))
 
 
 def check_installed() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
+import shutil
 import sys
 import tarfile
 import tomllib
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import pytest
 import fused_optim
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = Path(fused_optim.__file__).parent  # elsewhere where a wheel is tested
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT, PUBLICATION = PYPROJECT["project"], PYPROJECT["tool"]["publication"]
 # Page of the reference, module whose public names it lists.
@@ -76,7 +80,7 @@ def test_the_reference_lists_names_that_are_there(page: str) -> None:
     listed = re.findall(r"^::: (\S+)$", (ROOT / f"docs/reference/{page}.md").read_text(), re.MULTILINE)
     for name in listed:
         module, _, attribute = name.rpartition(".")
-        source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+        source = (PACKAGE.parent / f"{module.replace('.', '/')}.py").read_text()
         assert re.search(rf"^(class|def) {attribute}\b", source, re.MULTILINE), name
     assert len(listed) >= 2
 
@@ -129,9 +133,13 @@ def test_addresses_are_those_of_the_publication(key: str) -> None:
     assert not address or re.fullmatch(r"https://\S+[^/]" if key == "repository" else r"https://\S+/", address)
 
 
-def test_the_tag_of_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tag_of_a_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / ".ci")
-    assert importlib.import_module("check_tag").expected() == f"v{fused_optim.__version__}"
+    check_tag = importlib.import_module("check_tag")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "fused_optim").symlink_to(PACKAGE)
+    monkeypatch.setattr(check_tag, "ROOT", tmp_path)
+    assert check_tag.expected() == f"v{fused_optim.__version__}"
 
 
 # --- wheels -------------------------------------------------------------------------------------------------------
@@ -146,21 +154,54 @@ def build_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def test_wheels_are_for_the_pythons_that_are_here(build_wheels: Any, tmp_path: Path) -> None:
-    """Not for one that a version manager has no version of, nor for those that could not make a venv or compile."""
-    (tmp_path / "Python.h").touch()
-    run = f"exec {sys.executable} -c \"import sys, sysconfig; sysconfig.get_path = lambda _: '%s'; %s; $2\""
+def test_wheels_are_for_the_pythons_that_are_here(build_wheels: Any, tmp_path: Path, capsys: Any) -> None:
+    """Each other is left out before anything is compiled, and what it lacks is said.
+
+    As where a version manager has no version of it, its pip is not found, or its headers are not installed.
+    """
+    (tmp_path / "headers").mkdir()
+    (tmp_path / "headers/Python.h").touch()
+    inner = f"exec {sys.executable} -c \"import sysconfig; sysconfig.get_path = lambda _: '%s'; $2\""
+    venv = 'mkdir -p "$3/bin"; cp "$0.inner" "$3/bin/python"'
     programs = {
-        "python3.here": run % (tmp_path, "pass"),
-        "python3.shim": "exit 127",
-        "python3.without_venv": run % (tmp_path, "sys.modules['venv'] = None"),
-        "python3.without_headers": run % (tmp_path / "nowhere", "pass"),
+        "python3.here": (venv, inner % (tmp_path / "headers")),
+        "python3.shim": ("echo 'shim: not found'; echo 'try another'; exit 127", ""),
+        "python3.without_pip": (f"{venv}; echo 'Error: ensurepip' >&2; exit 1", inner % (tmp_path / "headers")),
+        "python3.without_headers": (venv, inner % tmp_path),
     }
-    for name, line in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
-        (tmp_path / name).chmod(0o755)
-    found = {name: path for name in (*programs, "python3.nowhere") if (path := build_wheels.runs(name))}
-    assert found == {"python3.here": str(tmp_path / "python3.here")}
+    for name, lines in programs.items():
+        for path, line in zip((tmp_path / name, tmp_path / f"{name}.inner"), lines):
+            path.write_text(f"#!/bin/sh\n{line}\n")
+            path.chmod(0o755)
+    found = {name: build_wheels.find(name) for name in (*programs, "python3.nowhere")}
+    assert [name for name, path in found.items() if path] == ["python3.here"]
+    assert found["python3.here"] == tmp_path / "build/venv-python3.here"
+    assert capsys.readouterr().out.splitlines() == [
+        f"python3.here: {tmp_path / 'python3.here'}",
+        "python3.shim: left out: no virtual environment: shim: not found",
+        "python3.without_pip: left out: no virtual environment: Error: ensurepip",
+        f"python3.without_headers: left out: no headers: there is no {tmp_path / 'Python.h'}",
+        "python3.nowhere: left out: not here",
+    ]
+
+
+@pytest.mark.parametrize("lost", [None, "cpu", "cuda"])
+def test_a_wheel_holds_the_engines_that_it_says_it_has(
+    lost: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / ".ci")
+    check_wheel = importlib.import_module("check_dist").check_wheel
+    built = {"built": True, "reason": None, "compiler": "", "archs": ["80", "90"], "isas": ["avx2"]}
+    with zipfile.ZipFile(tmp_path / "a.whl", "w") as archive:
+        archive.writestr("fused_optim/_build_info.json", json.dumps({"cpu": built, "cuda": built}))
+        for name in {"cpu", "cuda"} - {lost}:
+            archive.writestr(f"fused_optim/_engine_{name}.cpython-312-x86_64-linux-gnu.so", "code")
+    if lost is None:
+        check_wheel(tmp_path / "a.whl")
+        assert "a.whl: cuda: 80, 90" in capsys.readouterr().out
+    else:
+        with pytest.raises(AssertionError, match=f"says that .*'_engine_{lost}'.* were built"):
+            check_wheel(tmp_path / "a.whl")
 
 
 @pytest.mark.filterwarnings("error")

@@ -155,7 +155,7 @@ def why_reference(device_type: str) -> str:
     if engine is None:
         remedy = f"Install fused_optim again where there is {_COMPILERS[device_type]}"
         return f"its {device_type} engine is not available ({reason.splitlines()[0]}). {remedy}"
-    return _unsupported_gpu() if device_type == "cuda" else ""
+    return (_unsupported_driver() or _unsupported_gpu()) if device_type == "cuda" else ""
 
 
 def is_capturing() -> bool:
@@ -169,13 +169,28 @@ def backend_of(local: Tensor) -> Backend:
 
 
 @functools.cache
+def _unsupported_driver() -> str:
+    """The engine has a CUDA runtime of its own, maybe newer than torch's. A driver runs all of its major release."""
+    engine, _ = load_engine("cuda")
+    runtime, driver = engine.cuda_versions() if engine else (0, 0)
+    if not driver or driver // 1000 >= runtime // 1000:
+        return ""
+    release = f"CUDA {driver // 1000}.{driver % 1000 // 10}"
+    remedy = f"Update the driver, or build fused_optim on a machine with a toolkit of CUDA {driver // 1000}"
+    return f"its cuda engine was built with CUDA {runtime // 1000}, and the driver runs {release} at most. {remedy}"
+
+
+@functools.cache
 def _unsupported_gpu() -> str:
-    """The engine needs compute capability 8.0 of every visible GPU."""
+    """The engine runs on the oldest architecture that it was built for and on later ones; on none before 8.0."""
+    archs = cast("list[str]", build_info().get("cuda", {}).get("archs", []))
+    oldest = divmod(max(80, min((int(arch.rstrip("af")) for arch in archs), default=80)), 10)
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
-        if (major, minor) < (8, 0):
+        if (major, minor) < oldest:
             found = f"GPU {index} ({torch.cuda.get_device_name(index)}) has compute capability {major}.{minor}"
-            return f"{found}, and its cuda engine needs 8.0 of every GPU. Hide older ones with CUDA_VISIBLE_DEVICES"
+            needed = f"its cuda engine needs {oldest[0]}.{oldest[1]} of every GPU"
+            return f"{found}, and {needed}. Hide older ones with CUDA_VISIBLE_DEVICES"
     return ""
 
 

@@ -7,7 +7,7 @@ import platform
 import torch
 
 import fused_optim
-from fused_optim.backends import build_info, forced_backend, load_engine
+from fused_optim.backends import build_info, forced_backend, load_engine, why_reference
 
 
 def info() -> str:
@@ -21,8 +21,18 @@ def info() -> str:
         shown = {key: built[key] for key in ("compiler", "isas", "archs") if built.get(key)}
         details = ", ".join(f"{key} {value}" for key, value in shown.items())
         lines.append(f"{name:<6} " + (f"available ({details})" if engine else f"not available: {reason}"))
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    lines.append(f"GPUs   {', '.join(devices) or 'none visible'}")
+    lines.append(f"GPUs   {_gpus()}")
     if forced_backend():
         lines.append(f"FUSED_OPTIM_BACKEND={forced_backend()} forces that backend")
     return "\n".join(lines)
+
+
+def _gpus() -> str:
+    """Those that torch sees, and why the engine does not update what is on them; or why there is none."""
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    if names:
+        problem = "" if forced_backend() else why_reference("cuda")
+        return ", ".join(names) + (f"; torch updates what is on them: {problem}" if problem else "")
+    if torch.version.cuda is None:
+        return f"none: torch {torch.__version__} is a build without CUDA, so nothing uses the cuda engine"
+    return "none visible, so nothing uses the cuda engine"

@@ -30,7 +30,8 @@ from shard_works import ELEMENT_NUMBERS, shard_work
 @pytest.fixture
 def _as_in_a_new_process() -> Iterator[None]:
     """What is said and asked once per process."""
-    caches = backends._warn_of_the_reference, backends._unsupported_gpu, backends._backend_for
+    caches: tuple[Any, ...] = backends._unsupported_driver, backends._unsupported_gpu
+    caches += backends._warn_of_the_reference, backends._backend_for
     for cached in caches:
         cached.cache_clear()
     yield
@@ -137,18 +138,86 @@ def test_steps_announce_the_reference_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(bool((param < 1).all()) for param in params)
 
 
-@pytest.mark.usefixtures("_as_in_a_new_process")
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])
-def test_gpus_that_are_too_old_are_announced(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "load_engine", lambda name: (ModuleType(name), ""))
+def machine(
+    monkeypatch: pytest.MonkeyPatch, *, runtime: int = 13000, driver: int = 13000, archs: Sequence[str] = ("80", "90")
+) -> None:
+    """An engine that was built elsewhere, on a machine with two GPUs, of compute capability 9.0 and 8.0."""
+    engine = ModuleType("_engine_cuda")
+    engine.__dict__.update(TABLES=tables(), cuda_versions=lambda: (runtime, driver))
+    monkeypatch.setitem(sys.modules, "fused_optim._engine_cuda", engine)
+    monkeypatch.setattr(backends, "build_info", lambda: {"cuda": {"built": True, "archs": [*archs]}})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: [(9, 0), capability][index])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: [(9, 0), (8, 0)][index])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GeForce {index}")
+
+
+def check_announced(text: str) -> None:
+    """That the reference takes the place of the engine, with this reason; an empty one: that it does not."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert backend_for("cuda") == ("cuda" if capability >= (8, 0) else "torch")
-    text = r"GPU 1 \(GeForce 1\) has compute capability 7\.5, .* needs 8\.0 .* CUDA_VISIBLE_DEVICES"
-    assert [bool(re.search(text, str(warning.message))) for warning in caught] == [True] * (capability < (8, 0))
+        assert backend_for("cuda") == ("torch" if text else "cuda")
+    assert [bool(re.search(text, str(warning.message))) for warning in caught] == [True] * bool(text)
+    (gpus,) = [line for line in info().splitlines() if line.startswith("GPUs")]
+    assert gpus.startswith("GPUs   GeForce 0, GeForce 1") and bool(re.search("torch updates.*" + text, gpus)) == bool(
+        text
+    )
+
+
+@pytest.mark.usefixtures("_as_in_a_new_process")
+@pytest.mark.parametrize(
+    ("archs", "needed"),
+    [
+        ("75", ""),
+        ("80 90 100", ""),
+        ("90", "9.0"),
+        ("90a 100a", "9.0"),
+        ("86 89 120", "8.6"),
+        ("100", "10.0"),
+        ("", ""),
+    ],
+)
+def test_gpus_that_are_too_old_are_announced(archs: str, needed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, archs=archs.split())
+    number, found = (0, "9.0") if needed == "10.0" else (1, "8.0")
+    text = (
+        rf"GPU {number} \(GeForce {number}\) has compute capability {found}, .* needs {needed} .* CUDA_VISIBLE_DEVICES"
+    )
+    check_announced(text if needed else "")
+
+
+@pytest.mark.usefixtures("_as_in_a_new_process")
+@pytest.mark.parametrize(("runtime", "driver"), [(13000, 12080), (12080, 11040)])
+def test_drivers_that_are_too_old_are_announced(runtime: int, driver: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where torch was built with CUDA 12, and the wheel with 13."""
+    machine(monkeypatch, runtime=runtime, driver=driver)
+    release = rf"{driver // 1000}\.{driver // 10 % 10}"
+    check_announced(rf"was built with CUDA {runtime // 1000}, .* driver runs CUDA {release} .* toolkit of CUDA 1[12]")
+
+
+@pytest.mark.usefixtures("_as_in_a_new_process")
+@pytest.mark.parametrize(("runtime", "driver"), [(13000, 13000), (13020, 13000), (12080, 13010), (13000, 0)])
+def test_drivers_run_all_of_their_major_release(runtime: int, driver: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, runtime=runtime, driver=driver)
+    check_announced("")
+
+
+def test_the_engine_knows_its_runtime_without_a_driver() -> None:
+    engine, reason = load_engine("cuda")
+    if engine is None:
+        pytest.skip(reason)
+    runtime, driver = engine.cuda_versions()
+    release = re.findall(r"nvcc (\d+)\.(\d+)", str(build_info()["cuda"]["compiler"]))
+    assert [(str(runtime // 1000), str(runtime % 1000 // 10))] == release
+    assert driver > 0 if torch.cuda.is_available() else driver >= 0
+
+
+@pytest.mark.parametrize(
+    ("cuda", "said"), [(None, "none: torch .* is a build without CUDA, "), ("13.0", "none visible, ")]
+)
+def test_info_says_why_there_is_no_gpu(cuda: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert re.search(f"^GPUs   {said}so nothing uses the cuda engine$", info(), re.MULTILINE)
 
 
 @pytest.mark.usefixtures("_as_in_a_new_process")

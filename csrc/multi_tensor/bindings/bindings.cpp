@@ -6,12 +6,15 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include "bindings/bindings_cast.h"
 #include "bindings/bindings_changes.h"
 #include "bindings/bindings_decode.h"
 #include "bindings/bindings_norm.h"
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
+#include <cuda_runtime.h>
+
 #include "bindings/bindings_product.h"
 #endif
 #include "bindings/bindings_quantize.h"
@@ -91,6 +94,14 @@ void load_kernels(int rule, int device) {
     load_rms_norm_kernels(device);
     load_product_kernels(device);
     load_normalize_kernels(device);
+}
+
+// Releases of CUDA, such as 13000: of the runtime that is linked into this engine, and the newest that the driver runs.
+// The latter is 0 where there is no driver. No GPU is touched.
+std::pair<int, int> cuda_versions() {
+    int driver = 0;
+    if (cudaDriverGetVersion(&driver) != cudaSuccess) driver = 0;
+    return {CUDART_VERSION, driver};
 }
 
 void launch_step(const Step& step, int device, uint64_t stream, uint64_t workspace, uint64_t workspace_size) {
@@ -223,6 +234,7 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
     m.def("writes_weights", &writes_weights, py::arg("rule"), py::arg("state_formats"));
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
     m.def("load_kernels", &load_kernels, py::arg("rule"), py::arg("device"));
+    m.def("cuda_versions", &cuda_versions);
     m.attr("DIAGNOSIS_WORKSPACE") = kDiagnosisWorkspace;
 #endif
     py::class_<Numbers>(m, "Numbers", py::module_local(), "A list of addresses or sizes, kept in C++.")
