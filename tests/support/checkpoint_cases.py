@@ -47,14 +47,14 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "frozen": (3, 32),
 }
 WITHOUT_GRADIENT = ("never", "frozen")
-# Not all formats x shapes. What gets no gradient has no state that depends on the format: one scaled, one plain. Formats
-# with scales meet all ways to lie in blocks; those without store every shape alike, and share them.
+# Not all formats x shapes. What gets no gradient has no state that depends on the format: one scaled, one plain.
+# One that is scaled meets all ways to lie on ranks; the others have what is cut into blocks, and what is not.
 SHAPES_OF: dict[torch.dtype, tuple[str, ...]] = {
     torch.int8: tuple(SHAPES),
     torch.float8_e4m3fn: ("even", "uneven", "unblocked", "vector"),
-    torch.float16: ("even", "uneven", "few", "unblocked"),
-    torch.bfloat16: ("uneven", "few", "never", "frozen"),
-    torch.float32: ("even", "vector"),
+    torch.float16: ("even", "few", "unblocked", "vector"),
+    torch.bfloat16: ("even", "unblocked", "vector", "never", "frozen"),
+    torch.float32: ("even", "unblocked", "vector"),
 }
 MASTERS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "float32": (torch.float32, {}),
