@@ -216,13 +216,13 @@ def test_pins_go_over_to_the_step_that_is_saved_again(server: Server) -> None:
 
 
 def test_a_slow_store(server: Server) -> None:
-    folder, server.delay = "s3://bucket/slow", 0.05
+    folder, server.delay = "s3://bucket/slow", 0.02
     model, optimizer = trained(REM16, torch.int8)
     with Checkpointer(model, optimizer, folder, sigterm=False) as checkpointer:
         checkpointer.save(2)
         began = time.monotonic()
         train(model, optimizer, range(2, 3))
-        assert not checkpointer._saves[0][1].done() or time.monotonic() - began > 0.05
+        assert not checkpointer._saves[0][1].done() or time.monotonic() - began > 0.02
     server.delay = 0.0
     checked(folder, 2)
 
