@@ -28,11 +28,11 @@ def fused(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
     product = a.double() * _double(b)
     total = product + addend
     rest = total - product
-    error = (product - (total - rest)) + (addend - rest)  # what `total` lacks, exactly (Knuth's two-sum)
-    inexact = (error != 0) & error.isfinite() & (total.view(torch.int64) & 1 == 0)
-    nudge = torch.where((error > 0) == (total > 0), 1, -1)
-    odd = (total.view(torch.int64) + nudge).view(torch.float64)
-    return torch.where(inexact, odd, total).float()
+    error = (product - (total - rest)).add_(addend - rest)  # what `total` lacks, exactly (Knuth's two-sum)
+    # Towards zero, and the last bit set if that is inexact. Errors are not infinite, but NaN where `total` is not finite.
+    error.mul_(total)
+    bits = total.view(torch.int64).sub_((error < 0).long()).bitwise_or_(error.abs_() > 0)
+    return bits.view(torch.float64).float()
 
 
 def _double(x: Tensor | float) -> Tensor | float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from fused_optim.quantized import (
 )
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.wire import Changes
+from pairwise import pairwise
 
 # Shape, mesh (empty: all ranks in one dim), placements.
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]]] = {
@@ -73,14 +75,16 @@ def _one_layout(layout: str, backend: str | None, state: str) -> list[tuple[list
             del os.environ["FUSED_OPTIM_BACKEND"]
 
 
-@pytest.mark.parametrize("backend", [None, "torch"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("ranks", "device"), on_each_device((1,), (2,), (3,), (4,), nccl=[(2,)]))
-def test_what_ranks_hold_is_all_together(ranks: int, device: str, layout: str, backend: str | None) -> None:
-    if LAYOUTS[layout][1] and ranks != 4:
-        pytest.skip("a mesh of four")
-    if device == "cuda" and backend:
-        pytest.skip("the engine is what runs there")
+ON_FOUR = [name for name, (_, mesh, _) in LAYOUTS.items() if mesh]
+ON_ANY = [name for name in LAYOUTS if name not in ON_FOUR]
+# Not all ranks x layouts x backends: each two of them.
+CASES = [*pairwise([1, 2, 3, 4], ON_ANY, [None, "torch"]), *product([4], ON_FOUR, [None, "torch"])]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "backend", "device"), on_each_device(*CASES, nccl=[(2, layout, None) for layout in ON_ANY])
+)
+def test_what_ranks_hold_is_all_together(ranks: int, layout: str, backend: str | None, device: str) -> None:
     of_ranks = distributed.run(ranks, _one_layout, layout, backend, "int8", on=device)
     for step, (expected, _) in enumerate(of_ranks[0]):
         own = [element for rank in of_ranks for element in rank[step][1]]

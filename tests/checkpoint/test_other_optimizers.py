@@ -7,6 +7,7 @@ import json
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from fused_optim.checkpoint.storage import manifest
 from fused_optim.checkpoint.storage.folders import folder_at
 from fused_optim.sharding.collective import RaisedElsewhere
 from fused_optim.sharding.dtensor import local_tensor
+from pairwise import each_once
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SAVED_AT, END = 2, 4
@@ -286,9 +288,9 @@ def check_resumed(kind: str, form: str, ranks: tuple[int, int], used: bool, entr
     return results
 
 
-@pytest.mark.parametrize("ranks", RANKS, ids=str)
-@pytest.mark.parametrize("form", ["native", "unscaled"])
-@pytest.mark.parametrize("kind", ["lion", "adam"])
+@pytest.mark.parametrize(
+    "kind, form, ranks", each_once(product(["lion", "adam"], ["native", "unscaled"], RANKS)), ids=str
+)
 def test_ours_resume(kind: str, form: str, ranks: tuple[int, int], tmp_path: Path) -> None:
     results = check_resumed(kind, form, ranks, ranks[0] == 2, ranks[0] == 3, tmp_path)
     found = json.loads((tmp_path / f"step-{SAVED_AT:08d}" / manifest.FILE).read_text())
@@ -299,8 +301,7 @@ def test_ours_resume(kind: str, form: str, ranks: tuple[int, int], tmp_path: Pat
         assert report.optimizer.steps == (SAVED_AT, SAVED_AT) and calls == [0]
 
 
-@pytest.mark.parametrize("ranks", RANKS, ids=str)
-@pytest.mark.parametrize("kind", TORCHS)
+@pytest.mark.parametrize("kind, ranks", each_once(product(TORCHS, RANKS)), ids=str)
 def test_torchs_resume(kind: str, ranks: tuple[int, int], tmp_path: Path) -> None:
     """Users' counters, lists and entries as if nothing had been loaded, and no hook of a step has run."""
     used = ranks[0] == 2

@@ -115,7 +115,7 @@ def test_delayed_scales(dtype: torch.dtype, engine_alone: str, data: st.DataObje
 @DTYPES
 @given(data=st.data())
 def test_scales_of_blocks(dtype: torch.dtype, power_of_two: bool, engine_alone: str, data: st.DataObject) -> None:
-    x = data.draw(matrices([128, 256, 384], [128, 256, 384]))
+    x = data.draw(matrices([128, 256], [128, 256, 384]))
     empty = None, None
     rows = casts.expected_cast_blocks(x, dtype, power_of_two)
     columns = casts.expected_cast_blocks(x.t().contiguous(), dtype, power_of_two)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +28,7 @@ from fused_optim.checkpoint import Checkpointer
 from fused_optim.matrices import shards
 from fused_optim.matrices.exchange import Dtypes
 from fused_optim.optimizer import ShardedOptimizer
-from pairwise import pairwise
+from pairwise import each_once, pairwise
 
 F32, BF16 = torch.float32, torch.bfloat16
 # Uneven and empty shards, one row, experts, tall and wide ones, a vector.
@@ -123,16 +124,16 @@ def of_one_process(number: int) -> dict[str, Tensor]:
     return join_all(distributed.run(1, trained, "plain", *OPTIONS[number]))
 
 
-@pytest.mark.parametrize("number", range(len(OPTIONS)))
-@pytest.mark.parametrize(
-    ("ranks", "how"),
-    [
-        *((ranks, "rows") for ranks in (1, 2, 3, 4)),
-        *((2, "replicated"), (2, "columns"), (3, "inner rows"), (4, "hsdp"), (4, "fsdp and tp")),
-    ],
-)
-def test_bits_do_not_depend_on_the_sharding(ranks: int, how: str, number: int) -> None:
+ON_RANKS = [
+    *((ranks, "rows") for ranks in (1, 2, 3, 4)),
+    *((2, "replicated"), (2, "columns"), (3, "inner rows"), (4, "hsdp"), (4, "fsdp and tp")),
+]
+
+
+@pytest.mark.parametrize(("on_ranks", "number"), each_once(product(ON_RANKS, range(len(OPTIONS)))), ids=str)
+def test_bits_do_not_depend_on_the_sharding(on_ranks: tuple[int, str], number: int) -> None:
     """Half of 256 columns are blocks of 128 still."""
+    ranks, how = on_ranks
     found = join_all(distributed.run(ranks, trained, how, *OPTIONS[number]))
     distributed.assert_same(found, of_one_process(number))
 

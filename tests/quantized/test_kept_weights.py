@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -176,7 +175,7 @@ def test_memory_is_that_of_the_plain_tensor() -> None:
     assert weight.is_shared() and plain.is_shared() and weight.detach()[:8].is_shared()
     assert torch.equal(plain, before)
     assert torch.from_dlpack(weight.detach()).data_ptr() == plain.data_ptr()
-    process = mp.get_context("spawn").Process(target=add_one, args=(plain,))
+    process = distributed.processes().Process(target=add_one, args=(plain,))
     process.start(), process.join()
     assert process.exitcode == 0 and torch.equal(weight.plain, before + 1)
     of_fp32 = quantize_model_(nn.Linear(128, 128), RECIPES["one scale"][0]).weight

@@ -175,7 +175,7 @@ def train_sharded(name: str, compile_blocks: bool) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("ranks, on", on_each_device((1,), (2,)))
+@pytest.mark.parametrize("ranks, on", [*on_each_device((2,)), pytest.param(1, "cpu", marks=pytest.mark.long)])
 def test_sharded_blocks(ranks: int, on: str) -> None:
     (expected,) = distributed.run(1, train_sharded, "tensor", False, on=on)
     for found in distributed.run(ranks, train_sharded, "tensor", True, on=on, timeout=200):

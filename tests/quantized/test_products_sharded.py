@@ -143,14 +143,21 @@ def check_sharded_training(ranks: int, way: str, how: str, on: str, names: list[
                 assert torch.equal(value, expected[key]), (name, key)
 
 
-@pytest.mark.parametrize("ranks, how, on", on_each_device((1, "fsdp"), (2, "fsdp"), (3, "fsdp"), (4, "hsdp")))
-def test_sharded_training_is_that_of_one_process(ranks: int, how: str, on: str) -> None:
-    """Bit for bit, on uneven shards as well, with gradients that accumulate."""
-    check_sharded_training(ranks, "usual", how, on, [*NAMES, "mxfp8", "nvfp4"] if ranks == 2 else NAMES)
-
-
 SCALES = ["tensor", "row", "block"]  # what a way could meet differently; others have the same
 OTHERS = pytest.param([name for name in NAMES if name not in SCALES], marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("ranks, on", on_each_device((2,)))
+def test_sharded_training_is_that_of_one_process(ranks: int, on: str) -> None:
+    """Bit for bit, with gradients that accumulate."""
+    check_sharded_training(ranks, "usual", "fsdp", on, [*NAMES, "mxfp8", "nvfp4"])
+
+
+@pytest.mark.parametrize("names", [SCALES, OTHERS], ids=str)
+@pytest.mark.parametrize("ranks, how, on", on_each_device((1, "fsdp"), (3, "fsdp"), (4, "hsdp")))
+def test_sharded_training_on_any_ranks_is_that_of_one_process(ranks: int, how: str, on: str, names: list[str]) -> None:
+    """On uneven shards as well."""
+    check_sharded_training(ranks, "usual", how, on, names)
 
 
 @pytest.mark.parametrize("names", [SCALES, OTHERS], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, ClassVar
 
 import pytest
@@ -25,6 +26,7 @@ from fused_optim.quantized import (
     quantized_model_init,
 )
 from fused_optim.sharding.dtensor import local_tensor
+from pairwise import each_once
 from quantized_cases import (
     RECIPES,
     Layers,
@@ -406,10 +408,14 @@ def load_quantized(recipes: list[str], assign: bool, forward_first: bool) -> dic
     return found
 
 
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("forward_first", [False, True])
-@pytest.mark.parametrize("ranks, on", on_each_device((3,), nccl=[(2,)]))
-def test_sharded_state_dicts_load_bytes(assign: bool, forward_first: bool, ranks: int, on: str) -> None:
+BOTH = [False, True]
+
+
+@pytest.mark.parametrize(
+    "ranks, assign, forward_first, on",
+    on_each_device(*each_once(product([3], BOTH, BOTH)), nccl=[*product([2], BOTH, BOTH)]),
+)
+def test_sharded_state_dicts_load_bytes(ranks: int, assign: bool, forward_first: bool, on: str) -> None:
     results = distributed.run(ranks, load_quantized, list(RECIPES), assign, forward_first, on=on)
     for recipe in RECIPES:
         expected = parameter_parts(quantize_model_(plain_model(recipe), RECIPES[recipe]))

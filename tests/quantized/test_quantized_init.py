@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from fused_optim.quantized import (
 )
 from fused_optim.quantized.tensor import INITIAL
 from fused_optim.sharding.dtensor import local_tensor
+from pairwise import each_once
 from quantized_cases import RECIPES, component_parts, has_tiles, quantized_model, same_components, values
 from recipe_checks import sharded
 from weight_cases import MATRIX, Weight, check_values, pair, quantized, shapes_of
@@ -191,15 +193,19 @@ def load_sharded(recipes: list[str], way: str, dtype: torch.dtype) -> dict[str, 
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+LOADED = [*((ranks, "broadcast") for ranks in (1, 2, 3, 4)), (2, "assigned"), (3, "assigned"), (3, "empty")]
+# Not "broadcast": where a group has a CPU backend, too, torch assigns what it broadcasts there.
+LOADED_ON_GPUS = [(1, "assigned"), (2, "assigned"), (2, "empty")]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
 @pytest.mark.parametrize(
-    "ranks, way, on",
+    "ranks, way, dtype, on",
     on_each_device(
-        *[(1, "broadcast"), (2, "broadcast"), (3, "broadcast"), (4, "broadcast"), (2, "assigned"), (3, "assigned")],
-        (3, "empty"),
-        # Not "broadcast": where a group has a CPU backend, too, torch assigns what it broadcasts there.
-        nccl=[(1, "assigned"), (2, "assigned"), (2, "empty")],
+        *each_once((*case, dtype) for case, dtype in product(LOADED, DTYPES)),
+        nccl=[(*case, dtype) for case, dtype in product(LOADED_ON_GPUS, DTYPES)],
     ),
+    ids=str,
 )
 def test_masters_are_the_loaded_values(ranks: int, way: str, dtype: torch.dtype, on: str) -> None:
     results = distributed.run(ranks, load_sharded, list(RECIPES), way, dtype, on=on)

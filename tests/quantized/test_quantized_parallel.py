@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from distributed import Part, assert_same, join_all, on_each_device, part, shard
 from fused_optim import FusedAdam
 from fused_optim.quantized import QuantizedTensor, finish_initialization, quantize_model_
 from fused_optim.sharding.dtensor import local_tensor
+from pairwise import each_once, pairwise
 from quantized_cases import (
     RECIPES,
     WHOLE,
@@ -73,9 +75,8 @@ def distribute(recipes: list[str], cuts: list[Cut], from_first: bool) -> dict[st
     return found
 
 
-@pytest.mark.parametrize("from_first", [True, False])
-@pytest.mark.parametrize("ranks, on", on_each_device((2,), (3,), (4,)))
-def test_every_part_of_a_quantized_weight_arrives(from_first: bool, ranks: int, on: str) -> None:
+@pytest.mark.parametrize("ranks, from_first, on", on_each_device(*each_once(product([2, 3, 4], [True, False]))))
+def test_every_part_of_a_quantized_weight_arrives(ranks: int, from_first: bool, on: str) -> None:
     line = (ranks,)
     cuts: list[Cut] = [(line, [Shard(0)], rows, 40) for rows in (1, 3, 7, 300)]
     cuts += [(line, [Shard(1)], 150, 128 * ranks), (line, [Replicate()], 7, 40)]
@@ -268,9 +269,11 @@ def few_on_one_rank(fewest: int, on: str) -> dict[str, list[Any]]:
     return whole
 
 
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("ranks, data_ranks, on", on_each_device((2, 1), (3, 1), (4, 1), (4, 2)))
-def test_ranks_without_rows_work_as_with_plain_weights(first: bool, ranks: int, data_ranks: int, on: str) -> None:
+@pytest.mark.parametrize(
+    "world, first, on", on_each_device(*each_once(product([(2, 1), (3, 1), (4, 1), (4, 2)], [True, False])))
+)
+def test_ranks_without_rows_work_as_with_plain_weights(world: tuple[int, int], first: bool, on: str) -> None:
+    ranks, data_ranks = world
     recipes, fewest = ["plain", *RECIPES], data_ranks  # FSDP2 takes no parameters that a rank has nothing of
     results = distributed.run(ranks, train_few, recipes, fewest, data_ranks, first, on=on)
     whole = few_on_one_rank(fewest, on)
@@ -333,12 +336,16 @@ def load_experts(recipes: list[str], folder: str) -> dict[str, dict[str, Part]]:
     return found
 
 
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("ranks, others, on", on_each_device((2, 4), (4, 2), nccl=[(2, 1)]))
+CUT_BETWEEN_AND_WITHIN = on_each_device(
+    *pairwise([(2, 4), (4, 2)], [0, 1], [True, False]), nccl=[*product([(2, 1)], [0, 1], [True, False])]
+)
+
+
+@pytest.mark.parametrize("worlds, dim, first, on", CUT_BETWEEN_AND_WITHIN)
 def test_matrices_in_one_weight_are_cut_between_and_within_them(
-    dim: int, first: bool, ranks: int, others: int, on: str, tmp_path: Path
+    worlds: tuple[int, int], dim: int, first: bool, on: str, tmp_path: Path
 ) -> None:
+    ranks, others = worlds
     (whole,) = distributed.run(1, train_experts, STACKED, None, True, str(tmp_path), on=on)
     results = distributed.run(ranks, train_experts, STACKED, dim, first, str(tmp_path), on=on)
     loaded = distributed.run(others, load_experts, STACKED, str(tmp_path), on=on)

@@ -101,7 +101,8 @@ def test_codes_are_those_of_the_values(name: str, rows: int, columns: int, fp8_d
     format = FORMATS[name]
     if format.scaling == "block" and (rows % 128 or columns % 128):
         pytest.skip("blocks of 128")
-    for special in (None, 0.0, math.inf, math.nan, 3e38):
+    is_large = rows * columns > 2**20  # what is special is in one place of it
+    for special in (None, math.nan) if is_large else (None, 0.0, math.inf, math.nan, 3e38):
         check_codes(format, rows, columns, special, fp8_device)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+import distributed
 from fused_optim import FusedAdam
 from fused_optim.quantized import QuantizedTensor, discard_high_precision_init, finish_initialization, quantize_model_
 from quantized_cases import RECIPES, same_components, values
@@ -79,7 +79,7 @@ def test_other_processes_write_into_shared_weights() -> None:
     names = list(RECIPES)
     given = {name: models[name].weight for name in names[::2]}, {name: models[name] for name in names[1::2]}
     new = values(MATRIX, 4)
-    process = mp.get_context("spawn").Process(target=write, args=(*given, new))
+    process = distributed.processes().Process(target=write, args=(*given, new))
     process.start()
     process.join()
     assert process.exitcode == 0

@@ -46,8 +46,16 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "never": (5, 32),  # gets no gradient
     "frozen": (3, 32),
 }
-# What gets no gradient has no state that depends on the format: one scaled, one plain.
-WITHOUT_GRADIENT, ONE_OF_EACH_KIND = ("never", "frozen"), (torch.int8, torch.bfloat16)
+WITHOUT_GRADIENT = ("never", "frozen")
+# Not all formats x shapes. What gets no gradient has no state that depends on the format: one scaled, one plain.
+# One that is scaled meets all ways to lie on ranks; the others have what is cut into blocks, and what is not.
+SHAPES_OF: dict[torch.dtype, tuple[str, ...]] = {
+    torch.int8: tuple(SHAPES),
+    torch.float8_e4m3fn: ("even", "uneven", "unblocked", "vector"),
+    torch.float16: ("even", "few", "unblocked", "vector"),
+    torch.bfloat16: ("even", "unblocked", "vector", "never", "frozen"),
+    torch.float32: ("even", "unblocked", "vector"),
+}
 MASTERS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "float32": (torch.float32, {}),
     "bfloat16": (torch.bfloat16, {"store_param_remainders": False}),
@@ -72,11 +80,11 @@ def prefix_of(fmt: torch.dtype) -> str:
 
 
 def build_model(seed: int, dtype: torch.dtype) -> nn.Module:
-    """Parameters of every shape for every state format that tells them apart."""
+    """Parameters of the shapes of every state format."""
     model = nn.Module()
     for group, fmt in enumerate(FORMATS):
         for index, (name, shape) in enumerate(SHAPES.items()):
-            if name in WITHOUT_GRADIENT and fmt not in ONE_OF_EACH_KIND:
+            if name not in SHAPES_OF[fmt]:
                 continue
             initial = values(shape, seed, group, index).to(distributed.device(), dtype)
             param = nn.Parameter(initial, requires_grad=name != "frozen")

@@ -50,18 +50,20 @@ def two_gpus(test: Callable[..., None]) -> Callable[..., None]:
     return test
 
 
-def on_each_device(*gloo: tuple[Any, ...], nccl: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+def on_each_device(*gloo: Any, nccl: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
     """Cases that begin with a number of ranks, or with several, and end with where bodies run: "cpu", then "cuda".
 
+    ``gloo``: tuples, or what ``pytest.param`` makes, such as ``each_once``: its marks are those of the case on CPUs.
     ``nccl``: the cases of GPUs. Default: those of ``gloo`` that need no more than two.
     """
+    marked = [case if isinstance(case, type(pytest.param())) else pytest.param(*case) for case in gloo]
     if nccl is None:
-        nccl = [case for case in gloo if _most_ranks(case) <= 2]
+        nccl = [case.values for case in marked if _most_ranks(case.values) <= 2]
     on_gpus = (pytest.param(*case, "cuda", marks=needs_gpus(_most_ranks(case))) for case in nccl)
-    return [*(pytest.param(*case, "cpu") for case in gloo), *on_gpus]
+    return [*(pytest.param(*case.values, "cpu", marks=case.marks) for case in marked), *on_gpus]
 
 
-def _most_ranks(case: tuple[Any, ...]) -> int:
+def _most_ranks(case: Sequence[Any]) -> int:
     return max(case[0]) if isinstance(case[0], tuple) else case[0]
 
 
