@@ -29,7 +29,7 @@ def fused(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
     total = product + addend
     rest = total - product
     error = (product - (total - rest)).add_(addend - rest)  # what `total` lacks, exactly (Knuth's two-sum)
-    # Towards zero, and the last bit set if that is inexact. Errors are not infinite, but NaN where `total` is not finite.
+    # Towards zero, with the last bit set if inexact. Errors are not infinite, but NaN where `total` is not finite.
     error.mul_(total)
     bits = total.view(torch.int64).sub_((error < 0).long()).bitwise_or_(error.abs_() > 0)
     return bits.view(torch.float64).float()
