@@ -29,7 +29,8 @@ def fused(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
     total = product + addend
     rest = total - product
     error = (product - (total - rest)).add_(addend - rest)  # what `total` lacks, exactly (Knuth's two-sum)
-    # Towards zero, with the last bit set if inexact. Errors are not infinite, but NaN where `total` is not finite.
+    # To odd: towards zero, and the last bit is set if that is inexact. The sign of `error * total`, which cannot
+    # underflow, says whether `total` is beyond the sum; it is NaN where `total` is not finite, which stays.
     error.mul_(total)
     bits = total.view(torch.int64).sub_((error < 0).long()).bitwise_or_(error.abs_() > 0)
     return bits.view(torch.float64).float()

@@ -197,21 +197,23 @@ def load_into_master(how: str, path: str, master: str) -> dict[str, Part]:
 
 @pytest.mark.parametrize(
     "source, target, bound",
-    [
-        ("bfloat16", "remainder16", 0),
-        ("remainder16", "bfloat16", 0),
-        ("remainder8", "bfloat16", 0),
-        ("remainder8", "remainder16", 0),
-        ("bfloat16", "remainder8", 2**-16),
-        ("remainder16", "remainder8", 2**-16),
-        ("bfloat16", "no master", 2**-8),
-        ("remainder16", "no master", 2**-8),
-        ("float16", "bfloat16", 0),
-        ("float16", "remainder16", 0),
-        ("float16", "float16", 0),
-        ("bfloat16", "float16", 2**-11),
-        ("remainder16", "float16", 2**-11),
-    ],
+    each_once(
+        [
+            ("bfloat16", "remainder16", 0),
+            ("remainder16", "bfloat16", 0),
+            ("remainder8", "bfloat16", 0),
+            ("remainder8", "remainder16", 0),
+            ("bfloat16", "remainder8", 2**-16),
+            ("remainder16", "remainder8", 2**-16),
+            ("bfloat16", "no master", 2**-8),
+            ("remainder16", "no master", 2**-8),
+            ("float16", "bfloat16", 0),
+            ("float16", "remainder16", 0),
+            ("float16", "float16", 0),
+            ("bfloat16", "float16", 2**-11),
+            ("remainder16", "float16", 2**-11),
+        ]
+    ),
 )
 def test_masters_load_into_other_masters(
     checkpoints: Callable[..., str], source: str, target: str, bound: float

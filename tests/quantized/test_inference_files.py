@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import distributed
-from distributed import Part, assert_same, join_all, on_each_device, part
+from distributed import Part, assert_same, join_all, long, on_each_device, part
 from fused_optim import FusedAdam
 from fused_optim.quantized import (
     Float8BlockScaling,
@@ -145,11 +145,8 @@ def save_sharded(cases: list[tuple[str, str]], how: str, folder: str) -> None:
         save_quantized_safetensors(quantized(recipe, how), f"{folder}/{recipe}-{layout}", layout)
 
 
-FOUR = pytest.param(4, "fsdp", marks=pytest.mark.long)  # beside 3, on which shards are uneven
-
-
 @pytest.mark.parametrize(
-    "ranks, how, on", on_each_device((1, "fsdp"), (2, "fsdp"), (3, "fsdp"), FOUR, (4, "hsdp"), (4, "tp"))
+    "ranks, how, on", on_each_device((1, "fsdp"), (2, "fsdp"), (3, "fsdp"), long(4, "fsdp"), (4, "hsdp"), (4, "tp"))
 )
 def test_ranks_change_no_bit_of_the_files(ranks: int, how: str, on: str, tmp_path: Path) -> None:
     cases = LAYOUTS if ranks == 3 else [(recipe, "compressed-tensors") for recipe in RECIPES]

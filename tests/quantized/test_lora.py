@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import distributed
-from distributed import assert_same, join_all, on_each_device
+from distributed import assert_same, join_all, long, on_each_device
 from fused_optim import FusedAdamW
 from fused_optim.quantized import (
     QuantizedTensor,
@@ -153,7 +153,7 @@ def fine_tune(recipes: list[str], how: str) -> dict[str, tuple[float, list[int]]
     return found
 
 
-CASES = [(1, "plain"), (1, "fsdp"), (2, "fsdp"), (3, "fsdp"), (4, "fsdp"), (4, "hsdp")]
+CASES = [(1, "plain"), long(1, "fsdp"), (2, "fsdp"), (3, "fsdp"), long(4, "fsdp"), (4, "hsdp")]
 
 
 def check_bytes(recipe: str, found: float, share: float) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import distributed
-from distributed import on_each_device
+from distributed import long, on_each_device
 from fused_optim import FusedAdam
 from fused_optim.quantized import dequantize_model_, quantize_model_
 from fused_optim.quantized.compute import casts, products
@@ -175,7 +175,7 @@ def train_sharded(name: str, compile_blocks: bool) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("ranks, on", [*on_each_device((2,)), pytest.param(1, "cpu", marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks, on", on_each_device(long(1), (2,)))
 def test_sharded_blocks(ranks: int, on: str) -> None:
     (expected,) = distributed.run(1, train_sharded, "tensor", False, on=on)
     for found in distributed.run(ranks, train_sharded, "tensor", True, on=on, timeout=200):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import distributed
-from distributed import Part, join_all, on_each_device, part
+from distributed import Part, join_all, long, on_each_device, part
 from fused_optim import FusedAdam
 from fused_optim.quantized import QuantizedTensor, finish_initialization
 from quantized_cases import RECIPES, Run, parameter_parts, plain_model, same_components
@@ -131,7 +131,7 @@ def average_of_plain(recipe: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     "ranks, how, on",
-    on_each_device((1, "plain"), (2, "fsdp"), (3, "fsdp"), (4, "hsdp"), nccl=[(1, "plain"), (2, "fsdp")]),
+    on_each_device((1, "plain"), long(2, "fsdp"), (3, "fsdp"), (4, "hsdp"), nccl=[(1, "plain"), (2, "fsdp")]),
 )
 def test_averages_of_masters_are_those_of_plain_parameters(ranks: int, how: str, on: str) -> None:
     results = distributed.run(ranks, average_masters, list(RECIPES), how, on=on)

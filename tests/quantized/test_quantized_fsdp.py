@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed
-from distributed import Part, assert_same, join_all, on_each_device, part, shard_like
+from distributed import Part, assert_same, join_all, long, on_each_device, part, shard_like
 from fused_optim import FusedAdam
 from fused_optim.quantized import (
     Float8BlockScaling,
@@ -295,7 +295,7 @@ def masters_of(model: nn.Module) -> dict[str, Part]:
 
 @pytest.mark.parametrize(
     "ranks, how, on",
-    on_each_device((1, "fsdp"), (2, "fsdp"), (4, "fsdp"), (4, "hsdp"), nccl=FSDP_ON_GPUS),
+    on_each_device(long(1, "fsdp"), (2, "fsdp"), long(4, "fsdp"), (4, "hsdp"), nccl=FSDP_ON_GPUS),
 )
 def test_models_built_on_meta_get_the_values_of_unsharded_ones(ranks: int, how: str, on: str) -> None:
     results = distributed.run(ranks, build_on_meta, list(RECIPES), how, on=on)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import distributed
-from distributed import Part, assert_same, join_all, on_each_device, shard_like
+from distributed import Part, assert_same, join_all, long, on_each_device, shard_like
 from fused_optim import FusedAdam
 from fused_optim.quantized import Float8DelayedScaling, quantize_model_
 from fused_optim.quantized.adapters.update import needs_collective
@@ -32,7 +32,7 @@ ON_GPUS = [(1, "fsdp"), (2, "fsdp"), (2, "hsdp"), (2, "tp")]
 
 @pytest.mark.parametrize(
     "ranks, how, on",
-    on_each_device(*[(1, "fsdp"), (2, "fsdp"), (3, "fsdp"), (4, "fsdp"), (4, "hsdp"), (4, "tp")], nccl=ON_GPUS),
+    on_each_device(long(1, "fsdp"), (2, "fsdp"), (3, "fsdp"), long(4, "fsdp"), (4, "hsdp"), (4, "tp"), nccl=ON_GPUS),
 )
 def test_ranks_do_not_change_a_bit(ranks: int, how: str, on: str) -> None:
     check_ranks(list(RECIPES), ranks, how, True, on)

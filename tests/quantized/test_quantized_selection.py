@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import distributed
 import measured
-from distributed import Part, assert_same, join_all, on_each_device, shard_like
+from distributed import Part, assert_same, join_all, long, on_each_device, shard_like
 from fused_optim import FusedAdam
 from fused_optim.quantized import (
     Float8BlockScaling,
@@ -238,7 +238,7 @@ def train_experts(recipes: list[str], sharded: bool) -> dict[str, tuple[dict[str
     return found
 
 
-@pytest.mark.parametrize("ranks, on", on_each_device((1,), (2,), (3,), (4,)))
+@pytest.mark.parametrize("ranks, on", on_each_device(long(1), (2,), long(3), (4,)))
 def test_parameters_of_any_name_train_as_plain_ones(ranks: int, on: str) -> None:
     """Under FSDP2, which cuts experts apart, and with the same bits on any number of ranks."""
     (expected,) = distributed.run(1, train_experts, THREE_DIMS, False, on=on)

@@ -522,7 +522,7 @@ def test_every_interface_and_placement_changes_no_bit(worlds: list[tuple[int, st
     journey(worlds, "remainder16", way, tmp_path)
 
 
-@pytest.mark.parametrize("way", ["nested", "flat"])
+@pytest.mark.parametrize("way", ["nested", pytest.param("flat", marks=pytest.mark.long)])
 def test_conversion_changes_no_bit(way: str, tmp_path: Path) -> None:
     """A checkpoint is loaded in its own form and saved in the other one."""
     journey([(2, "fsdp"), (3, "fsdp"), (2, "fsdp")], "remainder16", way, tmp_path, ["native", "unscaled", "native"])

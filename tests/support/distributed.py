@@ -63,6 +63,11 @@ def on_each_device(*gloo: Any, nccl: Sequence[tuple[Any, ...]] | None = None) ->
     return [*(pytest.param(*case.values, "cpu", marks=case.marks) for case in marked), *on_gpus]
 
 
+def long(*case: Any) -> Any:
+    """A case that only ``make test-long`` has: the usual run has more ranks, and fewer."""
+    return pytest.param(*case, marks=pytest.mark.long)
+
+
 def _most_ranks(case: Sequence[Any]) -> int:
     return max(case[0]) if isinstance(case[0], tuple) else case[0]
 
