@@ -1,6 +1,6 @@
 """The tables that Python and the engines both spell: numbers, names and sizes, as in ``csrc/multi_tensor/table.h``.
 
-An engine carries its own; one whose tables are others is not loaded.
+An engine carries its own; one whose tables are others, or that lacks a function, is not loaded.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import enum
 import functools
 from types import ModuleType
 
-from fused_optim.backends.engine import CachedShard
+from fused_optim.backends.engine import CachedShard, CpuEngine, CudaEngine
 from fused_optim.formats.elements import ELEMENT_TYPES, Element
 from fused_optim.formats.masters import Master
 from fused_optim.formats.states import STATE_FORMATS
@@ -89,6 +89,8 @@ def tables() -> dict[str, Rows]:
 @functools.cache  # an engine is asked for at every step
 def problem_of(engine: ModuleType) -> str:
     """Why an engine cannot be used; empty if it can."""
-    if getattr(engine, "TABLES", None) == tables():
-        return ""
-    return "built for other tables of formats: install fused_optim again"
+    if getattr(engine, "TABLES", None) != tables():
+        return "built for other tables of formats: install fused_optim again"
+    expected = dir(CudaEngine if engine.__name__.endswith("cuda") else CpuEngine)
+    lacking = [name for name in expected if not name.startswith("_") and not hasattr(engine, name)]
+    return f"built from other sources, without {', '.join(lacking)}: install fused_optim again" if lacking else ""

@@ -92,10 +92,15 @@ def test_missing_backend(use_backend: Any, monkeypatch: pytest.MonkeyPatch) -> N
         backend_for("cpu")
 
 
-def test_backend_of_another_device(use_backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def cuda_engine(monkeypatch: pytest.MonkeyPatch, **own: Any) -> None:
+    """One that has whatever it is asked for."""
     engine = ModuleType("_engine_cuda")
-    monkeypatch.setattr(engine, "TABLES", tables(), raising=False)
+    engine.__dict__.update(own, TABLES=tables(), __getattr__=lambda name: None)
     monkeypatch.setitem(sys.modules, "fused_optim._engine_cuda", engine)
+
+
+def test_backend_of_another_device(use_backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_engine(monkeypatch)
     use_backend("cuda")
     with pytest.raises(RuntimeError, match="FUSED_OPTIM_BACKEND=cuda cannot update parameters on cpu"):
         backend_for("cpu")
@@ -142,9 +147,7 @@ def machine(
     monkeypatch: pytest.MonkeyPatch, *, runtime: int = 13000, driver: int = 13000, archs: Sequence[str] = ("80", "90")
 ) -> None:
     """An engine that was built elsewhere, on a machine with two GPUs, of compute capability 9.0 and 8.0."""
-    engine = ModuleType("_engine_cuda")
-    engine.__dict__.update(TABLES=tables(), cuda_versions=lambda: (runtime, driver))
-    monkeypatch.setitem(sys.modules, "fused_optim._engine_cuda", engine)
+    cuda_engine(monkeypatch, cuda_versions=lambda: (runtime, driver))
     monkeypatch.setattr(backends, "build_info", lambda: {"cuda": {"built": True, "archs": [*archs]}})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: [(9, 0), (8, 0)][index])

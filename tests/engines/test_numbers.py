@@ -1,14 +1,16 @@
-"""The tables that Python and the engines both spell: an engine whose tables are others is refused."""
+"""The tables that Python and the engines both spell: an engine whose tables are others, or that lacks a function, is refused."""
 
 from __future__ import annotations
 
 import importlib
+import sys
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 from fused_optim.backends import COMPILED, load_engine
+from fused_optim.backends.engine import CpuEngine, CudaEngine
 from fused_optim.backends.tables import problem_of, tables
 from fused_optim.quantized.recipes import RECIPES, Float8BlockScaling, Recipe
 
@@ -64,6 +66,19 @@ def test_engines_with_other_tables_are_refused(name: str, other: str, monkeypatc
 def test_engines_without_tables_are_refused() -> None:
     """Those of earlier versions."""
     assert "install fused_optim again" in problem_of(ModuleType("_engine_cpu"))
+
+
+@pytest.mark.parametrize(("name", "lost"), [("cpu", "quantize_encode"), ("cpu", "crc32"), ("cuda", "cuda_versions")])
+def test_engines_that_lack_a_function_are_refused(name: str, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were built before it came: without a word of it, the first call would fail."""
+    names = {each for each in dir(CudaEngine if name == "cuda" else CpuEngine) if not each.startswith("_")}
+    engine = ModuleType(f"fused_optim._engine_{name}")
+    engine.__dict__.update(dict.fromkeys(names), TABLES=tables())
+    monkeypatch.setitem(sys.modules, engine.__name__, engine)
+    assert load_engine(name) == (engine, "")
+    delattr(engine, lost)
+    problem_of.cache_clear()
+    assert load_engine(name) == (None, f"built from other sources, without {lost}: install fused_optim again")
 
 
 @pytest.mark.parametrize("name", COMPILED)
