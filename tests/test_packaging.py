@@ -142,6 +142,17 @@ def test_the_tag_of_a_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert check_tag.expected() == f"v{fused_optim.__version__}"
 
 
+def test_ci_runs_long_tests_where_their_files_changed() -> None:
+    """Cases are marked where they are, or by each_once and long of tests/support."""
+    pattern = re.search(r"git grep -lE '(.+)' tests", (ROOT / ".ci/run").read_text())
+    assert pattern
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        text = path.read_text()
+        imported = "\n".join(re.findall(r"^from (?:distributed|pairwise) import (.*)", text, re.MULTILINE))
+        if re.search(r"\b(each_once|long)\b", imported) or "pytest.mark.long" in text:
+            assert re.search(pattern[1], text), path
+
+
 # --- wheels -------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""The tables that Python and the engines both spell: an engine whose tables are others, or that lacks a function, is refused."""
+"""The tables that Python and the engines both spell. An engine with others, or that lacks a function, is refused."""
 
 from __future__ import annotations
 

@@ -437,6 +437,7 @@ __device__ __forceinline__ void loop_loading(const View& view, const Scalars& sc
 // the loop would hold up the tiles behind it.
 template <int tiles>
 struct MarksOfChunk {
+    static_assert(tiles % 4 == 0, "whole words");
     uint32_t words[tiles / 4]{};
 
     __device__ __forceinline__ explicit MarksOfChunk(const View& view) {
