@@ -13,11 +13,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import distributed
 from distributed import same_bits
+from fused_optim import FusedAdamW
+from fused_optim.checkpoint.reading import load as loading
 from fused_optim.checkpoint.reading import reader as reading
+from fused_optim.checkpoint.reading.leeway import Leeway
+from fused_optim.checkpoint.reading.opening import open_source
 from fused_optim.checkpoint.reading.reader import Reader, load
 from fused_optim.checkpoint.storage import folders
 from fused_optim.checkpoint.storage.folders import LocalFolder, folder_at
@@ -176,6 +181,31 @@ def test_large_tensors_are_locked_meanwhile(how: str, lockings: list[tuple[str, 
     else:
         del locked
     assert sorted(lockings[2:]) == sorted(("unlock", address) for address in addresses) and alive() is None
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("ends", ["loaded", "let go"])
+def test_states_for_gpus_are_locked_once_they_are_read(
+    on_gpu: bool, ends: str, tmp_path: Path, lockings: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the model is loaded, until all is loaded or the load is given up."""
+    model = torch.nn.Linear(64, 32)
+    optimizer = FusedAdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=tmp_path)
+    monkeypatch.setattr(host_memory, "_HUGE", 64 * 32 * 4)  # the weight's states, not the bias's
+    monkeypatch.setattr(loading, "_any_on_gpu", lambda params: on_gpu)
+    loader = loading.checked(model, optimizer, open_source(tmp_path), verify=False, leeway=Leeway())
+    assert lockings == []
+    loader.read()
+    assert [what for what, _ in lockings] == ["lock"] * 2 * on_gpu
+    if ends == "loaded":
+        loader.load()
+    else:
+        del loader
+    assert sorted(lockings[2 * on_gpu :]) == sorted(("unlock", address) for _, address in lockings[: 2 * on_gpu])
 
 
 class NoStream:

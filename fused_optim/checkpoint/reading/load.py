@@ -167,7 +167,7 @@ class Loader:
         """The states, into host memory that GPUs read fast. A collective that changes nothing; for :meth:`load`."""
         with on_all_ranks(f"loading {self.source.path}"):
             self._state = self._read()
-            if any(param.is_cuda for param in self.params):
+            if _any_on_gpu(self.params):
                 self._locked = PageLocked(map(local_tensor, _tensors(self._state)))
 
     @torch.no_grad()
@@ -428,6 +428,10 @@ class Loader:
         if not any(MASTER in states for states in self._found.values()):
             return "masters seeded from parameters" if self.optimizer.master_weights else "no masters"
         return "masters loaded" if self.optimizer.master_weights else "parameters written from masters"
+
+
+def _any_on_gpu(params: Iterable[Tensor]) -> bool:
+    return any(param.is_cuda for param in params)
 
 
 def _keys(states: _Components) -> Iterator[str]:
