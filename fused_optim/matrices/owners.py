@@ -177,22 +177,26 @@ class _Idlest:
         self._load, self._owned, self._most = load, owned, most
         self._heap = [(cost, rank) for rank, cost in enumerate(load)]  # those that have got more since are put back
         heapq.heapify(self._heap)
+        # Without room for as many values as were asked for last; kept aside while no fewer are.
+        self._full: list[tuple[int, int]] = []
+        self._numel = 0
 
     def take(self, numel: int) -> int:
         """Of the ranks that have room for so many values, or have none; of all, if none has: who has fewest."""
-        heap, full = self._heap, list[tuple[int, int]]()
-        found = None
-        while heap and found is None:
+        heap = self._heap
+        if numel < self._numel:
+            while self._full:
+                heapq.heappush(heap, self._full.pop())
+        self._numel = numel
+        while heap:
             cost, rank = heap[0]
             if cost != self._load[rank]:
                 heapq.heapreplace(heap, (self._load[rank], rank))
             elif self._owned[rank] and self._owned[rank] + numel > self._most:
-                full.append(heapq.heappop(heap))
+                self._full.append(heapq.heappop(heap))
             else:
-                found = rank
-        for each in full:
-            heapq.heappush(heap, each)
-        return min(range(len(self._load)), key=lambda rank: (self._owned[rank], rank)) if found is None else found
+                return rank
+        return min(range(len(self._load)), key=lambda rank: (self._owned[rank], rank))
 
 
 @dataclass(frozen=True)
