@@ -29,7 +29,7 @@ from fused_optim.options.checks import describe
 from fused_optim.sharding.collective import announce_on, differences, gather_on, largest_on, meshes_of, some_ranks
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.state.store import StateStore
-from fused_optim.step.facts import Entry, Facts, digest_of, facts_of
+from fused_optim.step.facts import Entry, Facts, digest_of, facts_of, is_trained
 
 # Just before NCCL gives up by default: ranks may be minutes apart, after an evaluation on one of them.
 LIMIT = timedelta(minutes=9)
@@ -98,7 +98,7 @@ class Own:
     def add_matrices(self, store: StateStore) -> None:
         """Look which parameters of whole matrices have gradients."""
         for param, rule in store.rules().items():
-            if rule.whole_matrices and isinstance(param, DTensor):
+            if rule.whole_matrices and isinstance(param, DTensor) and is_trained(store, param):
                 is_empty = not local_tensor(param).numel()
                 has = True if store.has_gradient(param) else None if is_empty else False
                 self.gradients.setdefault(param.device_mesh, []).append(has)

@@ -56,10 +56,11 @@ class Facts:
     @cached_property
     def deciding(self) -> int:
         """A digest of what decides collectives."""
-        return self.digest(False)
+        return digest_of([entry.texts(False) for entry in self.entries])
 
     def digest(self, is_first: bool) -> int:
-        return digest_of([entry.texts(is_first) for entry in self.entries])
+        """Made once, but of what the first step compares: some meshes are asked before each step."""
+        return digest_of([entry.texts(True) for entry in self.entries]) if is_first else self.deciding
 
 
 def digest_of(value: object) -> int:
@@ -87,7 +88,7 @@ def facts_of(
         if not isinstance(param, DTensor) or param.device_mesh not in shared:
             continue
         rule, name = rules[param], names[index]
-        own = {"name": str(name and bare_name(name)), "trained": str(_is_trained(store, param))}
+        own = {"name": str(name and bare_name(name)), "trained": str(is_trained(store, param))}
         if rule.whole_matrices:
             own |= {key: _spelled(group.get(key)) for key in rule.planned_options}
             own |= {"in host memory": str(_is_offloaded(store, param, group)), "bucket": str(buckets.get(param))}
@@ -100,7 +101,8 @@ def facts_of(
         who = f"parameter {index} ({name!r})" if name else describe(param, index)
         shared[param.device_mesh].append(Entry(who, own, others))
     arguments = {name: _spelled(value) for name, value in (asked or {}).items()}
-    whole = {"param groups": str(len(store.groups)), "skip_nonfinite": str(store.settings.skip_nonfinite)}
+    whole = {"skip_nonfinite": str(store.settings.skip_nonfinite)}
+    arguments |= {"param groups": str(len(store.groups))}  # of which the first step alone sends something
     return {mesh: Facts([Entry("the optimizer", whole, arguments), *own], options) for mesh, own in shared.items()}
 
 
@@ -113,7 +115,7 @@ def _with_groups(store: StateStore) -> Iterator[tuple[Tensor, Group]]:
     return ((param, group) for group in store.groups for param in group["params"])
 
 
-def _is_trained(store: StateStore, param: Tensor) -> bool:
+def is_trained(store: StateStore, param: Tensor) -> bool:
     """Whether a step has a place for it, with a gradient or without."""
     return param in store or not store.is_frozen(param)
 
@@ -129,7 +131,7 @@ def _buckets_of_matrices(store: StateStore) -> dict[Tensor, int]:
     """The bucket of each parameter that is updated as whole matrices: of those with some on its mesh, which one."""
     rules, parts = store.rules(), dict[tuple[torch.device, bool], dict[int, Tensor]]()
     for index, (param, group) in enumerate(_with_groups(store)):
-        if rules[param].whole_matrices and _is_trained(store, param):
+        if rules[param].whole_matrices and is_trained(store, param):
             key = local_tensor(param).device, _is_offloaded(store, param, group)
             parts.setdefault(key, {})[index] = param
     counts: Counter[DeviceMesh | None] = Counter()

@@ -198,13 +198,17 @@ class Plan:
         return self.is_whole(attribute) and self._basis.is_that_of(groups, self._store)
 
     def is_whole(self, attribute: str) -> bool:
-        """Whether no parameter is gone, and what has no states still has no gradient, ``param.<attribute>``."""
-        return not self._has_lost and not (self._stateless and self._has_new_gradient(attribute))
+        """Whether no parameter is gone, and what has no states still needs none."""
+        return not self._has_lost and not (self._stateless and self._needs_states(attribute))
 
-    def _has_new_gradient(self, attribute: str) -> bool:
-        """Whether a parameter without states has a gradient."""
+    def _needs_states(self, attribute: str) -> bool:
+        """Whether a parameter without states is trained by now, or has a gradient, ``param.<attribute>``.
+
+        Not only the latter: a rank that has no elements of it gets none, and must plan what the others do.
+        """
         with torch._C.DisableTorchFunctionSubclass():  # of a DTensor, reading `.grad` is slow where torch looks for it
-            return any(getattr(param(), attribute, None) is not None for param in self._stateless)
+            alive = [param for reference in self._stateless if (param := reference()) is not None]
+            return any(param.requires_grad or getattr(param, attribute, None) is not None for param in alive)
 
     @property
     def groups_with_gradients(self) -> set[int]:
