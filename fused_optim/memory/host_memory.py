@@ -67,22 +67,24 @@ def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 class PageLocked:
-    """Large ones of contiguous tensors, page-locked as far as the system lets: GPUs read them faster.
+    """Large ones of tensors in host memory, page-locked as far as the system lets: GPUs read them faster.
 
-    They are until ``release()``, or until nobody has this any more.
+    They are until ``release()``, or until nobody has this any more. Left as they are: tensors elsewhere, and those that
+    are not contiguous, whose elements may be one that is expanded.
     """
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         self._tensors: list[Tensor] = []
         with suppress(RuntimeError):
             for tensor in tensors:
-                if tensor.nbytes >= _HUGE:
+                if tensor.nbytes >= _HUGE and tensor.device.type == "cpu" and tensor.is_contiguous():
                     _lock(tensor)
                     self._tensors.append(tensor)
 
     def release(self) -> None:
         while self._tensors:
-            _unlock(self._tensors.pop().data_ptr())
+            _unlock(self._tensors[-1].data_ptr())  # before the memory may be freed, and another's
+            self._tensors.pop()
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
@@ -193,7 +195,17 @@ class _Shared:
 def _lock(whole: Tensor) -> None:
     error = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, _PORTABLE))
     if error:
+        _forget_error()
         raise RuntimeError(f"{whole.nbytes} bytes of host memory cannot be page-locked: CUDA error {error}")
+
+
+def _forget_error() -> None:
+    """What the runtime keeps as its last error, torch would raise where it launches a kernel next, of whomever.
+
+    Nothing of torch's reads it but such a launch.
+    """
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")
 
 
 def _unlock(address: int) -> None:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -206,6 +207,49 @@ def test_states_for_gpus_are_locked_once_they_are_read(
     else:
         del loader
     assert sorted(lockings[2 * on_gpu :]) == sorted(("unlock", address) for _, address in lockings[: 2 * on_gpu])
+
+
+def test_memory_is_released_before_it_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it might be another's by then."""
+    tensors = [torch.ones(1 << 20) for _ in range(3)]
+    alive = {tensor.data_ptr(): weakref.ref(tensor) for tensor in tensors}
+    was_alive: list[bool] = []
+    monkeypatch.setattr(host_memory, "_lock", lambda tensor: None)
+    monkeypatch.setattr(host_memory, "_unlock", lambda address: was_alive.append(alive[address]() is not None))
+    locked = host_memory.PageLocked(tensors)
+    del tensors
+    locked.release()
+    assert was_alive == [True] * 3 and not any(reference() for reference in alive.values())
+
+
+def test_only_memory_of_the_host_that_is_all_there_is_locked(lockings: list[tuple[str, int]]) -> None:
+    """States that start anew are expanded from one element, on the parameters' device."""
+    expanded, whole = torch.zeros(()).expand(1 << 20), torch.ones(1 << 20)
+    elsewhere = torch.empty(1 << 20, device="meta")
+    locked = host_memory.PageLocked([expanded, elsewhere, whole.view(1024, 1024).t(), whole])
+    assert lockings == [("lock", whole.data_ptr())]
+    locked.release()
+
+
+def test_an_error_of_the_driver_is_not_left_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch raises it where it launches the next kernel, as ``torch.ones`` does."""
+    done: list[str] = []
+
+    def refuse(*_: object) -> int:
+        done.append("refused")
+        return 712
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: mock.Mock(cudaHostRegister=refuse))
+
+    def launch(*_: object, **__: object) -> None:
+        done.append("launched")
+        raise RuntimeError("CUDA error: part or all of the requested memory range is already mapped")
+
+    monkeypatch.setattr(torch, "ones", launch)
+    whole = torch.zeros(1 << 20)
+    with pytest.raises(RuntimeError, match="4194304 bytes of host memory cannot be page-locked: CUDA error 712"):
+        host_memory._lock(whole)
+    assert done == ["refused", "launched"]
 
 
 class NoStream:
