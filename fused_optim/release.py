@@ -34,8 +34,10 @@ def enable_gradient_release(
             parameters that the optimizer does not have are left alone; those of the optimizer that the model does not
             have are updated by ``step()``. Parameters may be frozen, unfrozen, added and replaced between two steps.
         optimizer: its states are created now.
-        bucket_bytes: gradients are held until so many bytes of them, on this rank, can be updated together. None: an
-            eighth of them all, and no less than 32 MiB; 0: each parameter on its own.
+        bucket_bytes: gradients are held until so many bytes of them, on the mean of a mesh's ranks, can be updated
+            together. None: an eighth of them all, and no less than 32 MiB; 0: each parameter on its own.
+
+    A collective over the parameters' meshes: all of their ranks call it.
 
     On GPUs updates run on a stream of their own, while the backward pass goes on. They are done when ``backward()`` has
     returned, as far as this stream is concerned.
@@ -51,7 +53,8 @@ def enable_gradient_release(
             ``model``.
         ValueError: if the optimizer has none of the model's parameters.
         RuntimeError: if it is enabled for this optimizer already, for ``skip_nonfinite``, ``capturable`` and
-            ``use_decoupled_grad``, and where DistributedDataParallel has a communication hook already. Later on, for
+            ``use_decoupled_grad``, where DistributedDataParallel has a communication hook already, and on all ranks of
+            a mesh that were given other options, where buckets decide what they send. Later on, for
             what needs all gradients at once: ``optimizer.clip_grad_norm_``, ``diagnostics``, a GradScaler, a second
             backward pass before ``step()`` (gradient accumulation); and for whatever else is called between
             ``backward()`` and ``step()``. Nothing has been changed then. Clipping by ``torch.nn.utils`` finds no
@@ -82,7 +85,11 @@ class GradientRelease:
         self._this = weakref.ref(self)
         self._reducing = _reducing(model) if isinstance(model, DistributedDataParallel) else None
         notice_scaled_losses()
-        self.buckets = optimizer.stepper.in_buckets(self._choose, bucket_bytes)
+        try:
+            self.buckets = optimizer.stepper.in_buckets(self._choose, bucket_bytes)
+        except BaseException:
+            self._remove_hooks()
+            raise
         if self._reducing is not None:
             self._reducing.release = self._this
 
@@ -100,10 +107,13 @@ class GradientRelease:
             buckets.finish_begun()
         finally:
             stepper.at_once()
-            for handle in self._hooks.values():
-                handle.remove()
+            self._remove_hooks()
             if self._reducing is not None:
                 self._reducing.release = None
+
+    def _remove_hooks(self) -> None:
+        for handle in self._hooks.values():
+            handle.remove()
 
     def _chosen(self) -> dict[Tensor, str]:
         own = set(self._optimizer.store.params)

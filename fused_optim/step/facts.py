@@ -102,7 +102,8 @@ def facts_of(
         shared[param.device_mesh].append(Entry(who, own, others))
     arguments = {name: _spelled(value) for name, value in (asked or {}).items()}
     whole = {"skip_nonfinite": str(store.settings.skip_nonfinite)}
-    arguments |= {"param groups": str(len(store.groups))}  # of which the first step alone sends something
+    if not every:  # of param groups the first step alone sends something
+        arguments["param groups"] = str(len(store.groups))
     return {mesh: Facts([Entry("the optimizer", whole, arguments), *own], options) for mesh, own in shared.items()}
 
 

@@ -103,6 +103,8 @@ def with_later_groups(kind: type[FusedAdamW]) -> list[int]:
                 params.append(parameter((4, 8), both["data"], 2))
                 optimizer.add_param_group({"params": params[2:]})
             give(params, step)
+            if step == 3:
+                assert len(optimizer.diagnostics()["groups"]) == len(optimizer.param_groups)
             with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
                 optimizer.step()
             counts.append(reduced.call_count)

@@ -386,6 +386,35 @@ def test_other_buckets_of_gradient_release_raise_on_all_ranks() -> None:
     check_raised(distributed.run(2, released, (0, 1 << 20), timeout=20), expected)
 
 
+def refused_then_whole() -> list[Tensor]:
+    """A step after gradient release was refused, while the error, and what its frames hold, is kept."""
+    model = quantized()
+    optimizer = FusedAdamW(model.named_parameters(), lr=0.01)
+    kept = None
+    try:
+        enable_gradient_release(model, optimizer, bucket_bytes=(0, 1 << 20)[is_other()])
+    except RuntimeError as error:
+        kept = error
+    model(torch.ones(4, 64)).square().sum().backward()
+    optimizer.step()
+    assert kept is not None and str(kept).startswith(PREFIX.removeprefix("RuntimeError: "))
+    return [param.full_tensor().detach().clone() for param in model.parameters()]
+
+
+def whole() -> list[Tensor]:
+    model = quantized()
+    optimizer = FusedAdamW(model.named_parameters(), lr=0.01)
+    model(torch.ones(4, 64)).square().sum().backward()
+    optimizer.step()
+    return [param.full_tensor().detach().clone() for param in model.parameters()]
+
+
+def test_gradient_release_that_is_refused_leaves_no_hooks() -> None:
+    found, expected = distributed.run(2, refused_then_whole, timeout=20), distributed.run(2, whole, timeout=20)
+    for own, usual in zip(found, expected, strict=True):
+        assert all(map(torch.equal, own, usual))
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_uneven_shards_are_released_in_the_same_buckets(world_size: int) -> None:
     """By bytes of a rank's own shard the third weight would be a bucket of its own on the first rank alone."""
