@@ -81,10 +81,7 @@ class MatricesOnMesh:
     @property
     def work(self) -> list[int]:
         """What the products of the matrices of each rank cost; see :attr:`Matrix.cost`."""
-        found = [0] * len(self._ranks)
-        for matrix, owner in zip(self._owned.matrices, self._owned.owners, strict=True):
-            found[owner] += matrix.cost
-        return found
+        return self._by_owner([matrix.cost for matrix in self._owned.matrices])
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -94,9 +91,13 @@ class MatricesOnMesh:
     @property
     def owned_elements(self) -> list[int]:
         """Of the matrices of each rank, whole."""
+        return self._by_owner([matrix.numel for matrix in self._owned.matrices])
+
+    def _by_owner(self, numbers: Sequence[int]) -> list[int]:
+        """The sum of those of each rank's matrices."""
         found = [0] * len(self._ranks)
-        for matrix, owner in zip(self._owned.matrices, self._owned.owners, strict=True):
-            found[owner] += matrix.numel
+        for number, owner in zip(numbers, self._owned.owners, strict=True):
+            found[owner] += number
         return found
 
     @property

@@ -59,9 +59,14 @@ def on_any(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
 
 def distinct(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """:func:`gather`, but where ranks have the same value, as its repr says, only that one: it is not sent then."""
-    digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7])
+    digest = digest_of(value)
     largest, smallest = _largest([digest, -digest], group)
     return [value] if largest == -smallest else gather(value, group=group)
+
+
+def digest_of(value: object) -> int:
+    """Of its repr: positive, and small enough for an int64 with a sign."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7])
 
 
 def check_alike(who: str, options: Mapping[str, object], group: dist.ProcessGroup | None = None) -> None:

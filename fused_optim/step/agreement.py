@@ -26,10 +26,18 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim.backends import is_capturing
 from fused_optim.options.checks import describe
-from fused_optim.sharding.collective import announce_on, differences, gather_on, largest_on, meshes_of, some_ranks
+from fused_optim.sharding.collective import (
+    announce_on,
+    differences,
+    digest_of,
+    gather_on,
+    largest_on,
+    meshes_of,
+    some_ranks,
+)
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.state.store import StateStore
-from fused_optim.step.facts import Entry, Facts, digest_of, facts_of, is_trained
+from fused_optim.step.facts import Entry, Facts, facts_of, is_trained
 
 # Just before NCCL gives up by default: ranks may be minutes apart, after an evaluation on one of them.
 LIMIT = timedelta(minutes=9)

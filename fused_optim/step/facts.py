@@ -7,7 +7,6 @@ of another. :class:`fused_optim.step.agreement.Agreement` compares it when steps
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fused_optim.adapters import needs_collective
 from fused_optim.matrices.shards import cut
 from fused_optim.options.checks import describe
-from fused_optim.sharding.collective import bare_name, meshes_of
+from fused_optim.sharding.collective import bare_name, digest_of, meshes_of
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.state.groups import Group
 from fused_optim.state.store import StateStore
@@ -61,11 +60,6 @@ class Facts:
     def digest(self, is_first: bool) -> int:
         """Made once, but of what the first step compares: some meshes are asked before each step."""
         return digest_of([entry.texts(True) for entry in self.entries]) if is_first else self.deciding
-
-
-def digest_of(value: object) -> int:
-    """Of its repr: positive, and small enough for an int64 with a sign."""
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7])
 
 
 def facts_of(

@@ -67,6 +67,13 @@ def test_a_matrix_without_gradients_is_planned_by_all_ranks_at_once(rows: int) -
         assert torch.equal(distributed.join(own), distributed.join(expected))
 
 
+def all_reduces_of(optimizer: FusedAdamW | FusedMuon) -> int:
+    """In a step."""
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+        optimizer.step()
+    return reduced.call_count
+
+
 def frozen_on_all() -> list[int]:
     """All-reduces of three steps. Some ranks have matrices of a mesh of their own, others train vectors alone."""
     both = mesh(2, 2, names=("stage", "data"))
@@ -79,9 +86,7 @@ def frozen_on_all() -> list[int]:
     counts = []
     for step in range(3):
         give(params, step)
-        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
-            optimizer.step()
-        counts.append(reduced.call_count)
+        counts.append(all_reduces_of(optimizer))
     return counts
 
 
@@ -105,9 +110,7 @@ def with_later_groups(kind: type[FusedAdamW]) -> list[int]:
             give(params, step)
             if step == 3:
                 assert len(optimizer.diagnostics()["groups"]) == len(optimizer.param_groups)
-            with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
-                optimizer.step()
-            counts.append(reduced.call_count)
+            counts.append(all_reduces_of(optimizer))
     return counts
 
 
