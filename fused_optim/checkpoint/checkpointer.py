@@ -22,7 +22,6 @@ from fused_optim.checkpoint.collect import Collector
 from fused_optim.checkpoint.extras import Stateful, check_extra, check_loadable
 from fused_optim.checkpoint.loads import CheckpointReport, Compared, LoadOptions, Loads
 from fused_optim.checkpoint.random_states import RandomStates
-from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
 from fused_optim.checkpoint.reading.leeway import Leeway, Rename
 from fused_optim.checkpoint.saves import BackgroundSaves, Save
 from fused_optim.checkpoint.storage.damage import Damaged, is_damage
@@ -433,8 +432,7 @@ class Checkpointer:
         folder = self._directory.folder_of(found)
         with on_all_ranks(f"opening {folder}", group=self._group):
             self._check(found)
-            source = DcpFolder(folder)
-        return self._loads.compare(found, source, verify, options)
+        return self._loads.compare(found, folder, verify, options)
 
     def _check(self, found: Found) -> None:
         if found.problem is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.optim import Optimizer
 
@@ -25,6 +25,7 @@ from fused_optim.checkpoint.reading.load import Loader, LoadReport, checked
 from fused_optim.checkpoint.reading.model import ModelLoader, flat_names
 from fused_optim.checkpoint.storage.checksums import verifying
 from fused_optim.checkpoint.storage.directory import Found
+from fused_optim.checkpoint.storage.folders import Folder
 from fused_optim.checkpoint.storage.garbage import without_collection
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.sharding.collective import distinct, on_all_ranks, this_rank, tied_names, world_size
@@ -107,18 +108,22 @@ class Loads:
         self._model, self._optimizer, self._extra = model, optimizer, extra
         self._states, self._group = states, group
 
-    def compare(self, found: Found, source: DcpFolder, verify: bool, options: LoadOptions) -> Future[Compared]:
+    def compare(self, found: Found, folder: Folder, verify: bool, options: LoadOptions) -> Future[Compared]:
         """What is to be loaded, or why it does not fit, on all ranks. Raises Damaged for what is not as it was written.
 
-        Changes nothing. States are read into host memory while other threads verify.
+        Changes nothing. The checkpoint is opened, and states are read into host memory, while other threads verify.
         """
         required = found.manifest is not None  # what others wrote has checksums if they saw to it
         compared: Future[Compared] = Future()
-        with verifying(source.path, None, required, metadata=source.metadata) if verify else nullcontext():
+        described: Future[Metadata] = Future()
+        with verifying(folder, None, required, metadata=described) if verify else nullcontext():
+            with on_all_ranks(f"opening {folder}", group=self._group):
+                source = DcpFolder(folder)
+            described.set_result(source.metadata)
             try:
                 with without_collection():
                     compared.set_result(self._compare(found, source, options))
-            except (Exception, CheckpointException) as error:  # of which damage may be the reason
+            except Exception as error:  # of which damage may be the reason
                 compared.set_exception(error)
         return compared
 

@@ -6,7 +6,7 @@ checkpoints in native form have a number for each row of the parameter, which is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
@@ -45,13 +45,16 @@ class LoadedRemainder:
     checks: Tensor | None
     who: str = field(repr=False)
 
-    def fits(self, param: Tensor) -> bool:
-        """Whether ``param`` has the high bits, as far as can be told. A collective where it is not cut by rows."""
+    def differs(self, param: Tensor) -> Tensor | None:
+        """Whether ``param`` has other high bits, in one bool beside it; None where nothing tells.
+
+        A collective where the parameter is not cut by rows.
+        """
         if self.checks is None:
-            return True
+            return None
         own = param.detach()
         checks = row_checks((local_tensor(own) if cut_by_rows(param) else full_tensor(own)).to(torch.bfloat16))
-        return not has_values(checks) or torch.equal(checks, self.checks.to(checks.device))
+        return checks.ne(self.checks.to(checks.device)).any() if has_values(checks) else None
 
     def misfit(self) -> ValueError:
         """The error where it has not."""
@@ -68,6 +71,12 @@ class LoadedRemainder:
         """The local FP32 master, for a parameter that has the high bits in whatever dtype."""
         local = local_tensor(param.detach())
         return join_remainder(local.to(torch.bfloat16), self.bits(local.shape).to(local.device))
+
+
+def misfits(loaded: Iterable[tuple[Tensor, LoadedRemainder]]) -> list[LoadedRemainder]:
+    """Those that are not of their parameters, as far as can be told. GPUs are waited for once."""
+    differing = [(remainder, remainder.differs(param)) for param, remainder in loaded]
+    return [remainder for remainder, differs in differing if differs is not None and bool(differs)]
 
 
 def row_checks(param: Tensor) -> Tensor:

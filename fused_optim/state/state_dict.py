@@ -50,6 +50,7 @@ from fused_optim.state.remainders import (
     LoadedRemainder,
     check_remainder,
     is_remainder,
+    misfits,
     unpack_remainder,
 )
 from fused_optim.state.store import StateStore
@@ -418,8 +419,7 @@ def _any_misfit(loaded: Mapping[Any, _Loaded], params: Mapping[Any, Tensor]) -> 
     """
     checked = {params[id_]: found.master for id_, found in loaded.items() if isinstance(found.master, LoadedRemainder)}
     checked = {param: remainder for param, remainder in checked.items() if remainder.checks is not None}
-    misfits = [param for param, remainder in checked.items() if not remainder.fits(param)]
-    return any_rank(checked, bool(misfits), False)[0]
+    return any_rank(checked, bool(misfits(checked.items())), False)[0]
 
 
 def _write(store: StateStore, param: Tensor, loaded: _Loaded, misfit: bool) -> list[Update]:

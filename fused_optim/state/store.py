@@ -38,7 +38,7 @@ from fused_optim.state.param_state import (
     offloadable,
 )
 from fused_optim.state.published import Published
-from fused_optim.state.remainders import MISFIT_ELSEWHERE, LoadedRemainder
+from fused_optim.state.remainders import MISFIT_ELSEWHERE, LoadedRemainder, misfits
 
 
 class StateStore:
@@ -439,9 +439,9 @@ class StateStore:
             return
         pending = self.pending.of(self.params)
         waiting = {p: loaded for p, loaded in pending.items() if loaded is not None and p in self}
-        misfits = [loaded for param, loaded in waiting.items() if not loaded.fits(param)]
-        if any_rank(pending, bool(misfits), False)[0]:
-            raise misfits[0].misfit() if misfits else FailedElsewhere(MISFIT_ELSEWHERE)
+        unfit = misfits(waiting.items())
+        if any_rank(pending, bool(unfit), False)[0]:
+            raise unfit[0].misfit() if unfit else FailedElsewhere(MISFIT_ELSEWHERE)
         for param, loaded in waiting.items():
             self[param].write_remainder(loaded)
             self[param].record_versions()
@@ -451,7 +451,7 @@ class StateStore:
         """:meth:`resolve_pending` for one parameter; one rank alone may be asked for it. Raises ValueError likewise."""
         loaded = self.pending.get(param)
         if loaded is not None and param in self:
-            if not loaded.fits(param):
+            if misfits([(param, loaded)]):
                 raise loaded.misfit()
             self[param].write_remainder(loaded)
             self[param].record_versions()

@@ -39,6 +39,7 @@ from fused_optim import (
 from fused_optim.__main__ import main
 from fused_optim.checkpoint.storage import checksums, folders
 from fused_optim.checkpoint.storage.folders import folder_at
+from fused_optim.checkpoint.storage.metadata import read_metadata
 from fused_optim.sharding.dtensor import local_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.save in one process
@@ -229,7 +230,8 @@ def test_the_file_of_checksums(spoilt: Callable[[str], Path], monkeypatch: pytes
 
 
 def own_share(path: str) -> list[tuple[str, int, int]]:
-    return [item.range for item in checksums._share(checksums._read_items(folder_at(path)), no_dist=False)]
+    items = checksums._items(read_metadata(folder_at(path)))
+    return list(checksums._share((item.range for item in items), no_dist=False))
 
 
 def test_the_ranks_share_the_bytes(saved: Callable[[str], Path]) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -18,7 +17,6 @@ from fused_optim.checkpoint.reading.reader import load
 from fused_optim.checkpoint.reading.source import Source, TensorInfo
 from fused_optim.checkpoint.storage.folders import Folder
 from fused_optim.checkpoint.storage.metadata import check_files, chunk_sizes, range_of, read_metadata
-from fused_optim.checkpoint.storage.torch_errors import cause
 from fused_optim.checkpoint.storage.untrusted import Refused, load_object
 
 _WRITER = re.compile(r"__(?P<rank>\d+)_\d+\.distcp")
@@ -89,7 +87,7 @@ class DcpFolder(Source):
         return torch.empty(info.shape, dtype=info.dtype) if whole is None else whole
 
     def load(self, state_dict: dict[str, Any]) -> None:
-        """``dcp.load`` by this rank alone. Raises what went wrong."""
+        """As ``dcp.load`` does, by this rank alone. Raises what went wrong."""
         load(state_dict, self.path, self.metadata)
 
     def _load(self, key: str, stored: _StorageInfo) -> Any:
@@ -100,17 +98,17 @@ class DcpFolder(Source):
         self.check(wanted.keys())
         try:
             return self._read(wanted)
-        except (Exception, CheckpointException) as failure:
+        except Exception:
             for key, buffer in wanted.items():  # which one it was
                 try:
                     self._read({key: buffer})
-                except (Exception, CheckpointException) as error:
-                    if isinstance(cause(error), Refused):
-                        raise cause(error) from None
+                except Refused:
+                    raise
+                except Exception as error:
                     files = ", ".join(sorted({info.relative_path for info in self._chunks[key].values()}))
                     text = f"{key} in {self.path} cannot be read; its file is damaged: {files}"
                     raise ValueError(text) from error
-            raise cause(failure) from None
+            raise
 
     def _read(self, wanted: Mapping[str, Tensor | None]) -> dict[str, Any]:
         values = dict(wanted)

@@ -41,7 +41,7 @@ from fused_optim.options.checks import check_whole, describe, some_of
 from fused_optim.sharding.collective import distinct, on_all_ranks, parameter_names
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor
 from fused_optim.state.groups import DESCRIPTION, RULE, check_rule
-from fused_optim.state.remainders import is_remainder, unpack_remainder
+from fused_optim.state.remainders import is_remainder, misfits, unpack_remainder
 from fused_optim.state.state_dict import check, check_states, taken_keys, warn_of_earlier_steps
 
 _Components = Mapping[str, Mapping[str, str]]  # state -> component ("": whole) -> key
@@ -413,14 +413,12 @@ class Loader:
 
     def _check_parameters(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         """Raise ValueError for parameters that are not those that their remainders belong to. A collective."""
-        misfits = []
+        loaded = []
         for i, states in state.items():
-            saved, param = states.get(MASTER), self.params[i]
-            if is_remainder(saved):
-                loaded = unpack_remainder(param, saved, self._describe(i))
-                misfits += [] if loaded.fits(param) else [loaded.misfit()]
-        if misfits:  # not before all of them were looked at together
-            raise misfits[0]
+            if is_remainder(saved := states.get(MASTER)):
+                loaded.append((self.params[i], unpack_remainder(self.params[i], saved, self._describe(i))))
+        for remainder in misfits(loaded):
+            raise remainder.misfit()
 
     def _masters(self) -> str:
         if all(param.dtype == torch.float32 for param in self.params):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,22 +15,17 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
 
 from fused_optim.checkpoint.storage.folders import Folder, kept_open
-from fused_optim.checkpoint.storage.metadata import check_files, range_of, read_metadata
+from fused_optim.checkpoint.storage.metadata import check_files, range_of
 from fused_optim.checkpoint.storage.pickles import Outside, read_pickle, stand_in
 from fused_optim.checkpoint.storage.threads import done_by, threads_to_read
-from fused_optim.checkpoint.storage.torch_errors import cause, in_one_process
 from fused_optim.checkpoint.storage.untrusted import load_object
 from fused_optim.memory.host_memory import HostBuffers, memory_of
 
@@ -40,20 +34,15 @@ _UPLOADED = 1 << 22  # on their way to a GPU: memory for each thread is page-loc
 _HEAD = 4096  # bytes of a stored tensor in which its description is
 
 
-def load(state_dict: dict[str, Any], folder: Folder, metadata: Metadata | None = None) -> None:
-    """``dcp.load`` by this rank alone, without communication, of its parts. Raises what went wrong.
+def load(state_dict: dict[str, Any], folder: Folder, metadata: Metadata) -> None:
+    """As ``dcp.load`` does, by this rank alone, without communication, of its parts. Raises what went wrong.
 
     Nothing is read before the files are known to be as long as the metadata says.
     """
-    metadata = read_metadata(folder) if metadata is None else metadata
     check_files(folder, metadata, flatten_state_dict(state_dict)[0].keys())
-    try:
-        with in_one_process():
-            dcp.load(state_dict, storage_reader=Reader(folder, metadata), planner=Planner(), no_dist=True)
-    except CheckpointException as error:
-        if isinstance(cause(error), KeyboardInterrupt | SystemExit):  # which say nothing about the files
-            raise cause(error) from None
-        raise
+    planner = Planner()
+    planner.set_up_planner(state_dict, metadata, is_coordinator=True)
+    Reader(folder, metadata).read(planner.create_local_plan(), planner)
 
 
 class Planner(DefaultLoadPlanner):
@@ -74,33 +63,14 @@ class Planner(DefaultLoadPlanner):
             self.state_dict[key] = loaded
 
 
-class Reader(StorageReader):
-    """Of ``dcp.load``. Tensors to be loaded may be in host memory or on GPUs, which get them through pinned memory."""
+class Reader:
+    """Reads what is planned. Tensors may be in host memory or on GPUs, which get them through pinned memory."""
 
-    def __init__(self, folder: Folder, metadata: Metadata | None = None) -> None:
+    def __init__(self, folder: Folder, metadata: Metadata) -> None:
         self._folder = folder
-        self._metadata = metadata
-        self._stored: dict[Any, Any] = {}
+        self._stored: dict[Any, Any] = metadata.storage_data
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return read_metadata(self._folder) if self._metadata is None else self._metadata
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._stored = metadata.storage_data
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         tensors.sort(key=lambda item: self._place(item)[:2])
@@ -116,9 +86,6 @@ class Reader(StorageReader):
             done_by(pool, lambda piece: piece.read(folder, upload), pieces)
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
     def _place(self, item: ReadItem) -> tuple[str, int, int]:
         return range_of(item.storage_index.fqn, self._stored[item.storage_index])

@@ -16,7 +16,7 @@ from fused_optim.formats.states import Kind
 from fused_optim.known_rules import ALL_STATES
 from fused_optim.memory.layout import MASTER
 from fused_optim.state.native import scaled_format
-from fused_optim.state.remainders import KINDS, unpack_remainder
+from fused_optim.state.remainders import KINDS, misfits, unpack_remainder
 from fused_optim.state.state_dict import check_state, check_version, read_state
 from fused_optim.state.values import Joined, Stored, pieces
 
@@ -136,7 +136,7 @@ class SavedState:
             return stored
         assert self.weight is not None
         loaded = unpack_remainder(param, saved, str(self))
-        if not loaded.fits(param):
+        if misfits([(param, loaded)]):
             text = f"{self.weight.key} in {self.weight.source.path} is not what it was split from"
             raise ValueError(f"{self}: {text}")
         return Joined(loaded.bits(param.shape), param)

@@ -10,7 +10,7 @@ import json
 import threading
 import zlib
 from collections.abc import Container, Iterable, Iterator, Mapping
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from fused_optim.checkpoint.storage.damage import Damaged
 from fused_optim.checkpoint.storage.folders import Folder, PathLike, folder_at, kept_open
 from fused_optim.checkpoint.storage.metadata import FILE as METADATA
-from fused_optim.checkpoint.storage.metadata import read_metadata
+from fused_optim.checkpoint.storage.metadata import inner_path, read_metadata
 from fused_optim.checkpoint.storage.threads import done_by, threads_to_read
 from fused_optim.checkpoint.storage.untrusted import load_json, number_in
 from fused_optim.sharding.collective import gather, gather_at_first, on_all_ranks, on_any, this_rank, world_size
@@ -29,6 +29,7 @@ FILE = "fused_optim_checksums.json"
 VERSION = 1
 
 Range = tuple[str, int, int]  # file, start, length
+_Sum = str | FileNotFoundError | EOFError  # a checksum, or why there is none
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,9 @@ def write_checksums(path: PathLike, *, no_dist: bool = False) -> None:
     folder = folder_at(path)
     with on_all_ranks(f"checksums of {folder}", no_dist):
         check_finished(folder)
-        own = {}
-        for item, crc in _sum_up(folder, _share(_read_items(folder), no_dist)):
-            if isinstance(crc, ValueError):
-                raise crc
-            own[item.range] = crc
+        items = _items(read_metadata(folder))
+        sums = _sum_up(folder, _share({item.range for item in items}, no_dist))
+        own = {item.range: _crc(folder, item, sums[item.range]) for item in items if item.range in sums}
     shares = [own] if no_dist else gather_at_first(own)
     with on_all_ranks(f"checksums of {folder}", no_dist):
         if no_dist or this_rank() == 0:
@@ -88,7 +87,10 @@ def verify_items(
 
     ``metadata``: of the folder, where it was read already.
     """
-    with verifying(folder, keys, required, no_dist, metadata):
+    described: Future[Metadata] = Future()
+    if metadata is not None:
+        described.set_result(metadata)
+    with verifying(folder, keys, required, no_dist, None if metadata is None else described):
         pass
 
 
@@ -98,11 +100,12 @@ def verifying(
     keys: Container[str] | None,
     required: bool,
     no_dist: bool = False,
-    metadata: Metadata | None = None,
+    metadata: Future[Metadata] | None = None,
 ) -> Iterator[None]:
     """:func:`verify_items`, which other threads do while the body runs. At its end is the collective that raises.
 
-    A body that raises ends them, as Ctrl+C does.
+    ``metadata``: of the folder, where the body reads it. Bytes are summed up before it is there, as the checksums say
+    where they are. A body that raises ends the threads, as Ctrl+C does.
     """
     doing, unwanted = f"verifying {folder}", threading.Event()
     thread = ThreadPoolExecutor(1, thread_name_prefix="verification")
@@ -115,6 +118,8 @@ def verifying(
             damages = job.result()
     finally:
         unwanted.set()
+        if metadata is not None:
+            metadata.cancel()  # nobody waits for one that the body could not read
         thread.shutdown(wait=False)
     if not (damages if no_dist else on_any(bool(damages))):
         return
@@ -129,63 +134,75 @@ def _own_damages(
     keys: Container[str] | None,
     required: bool,
     no_dist: bool,
-    metadata: Metadata | None,
+    metadata: Future[Metadata] | None,
     unwanted: threading.Event,
 ) -> list[str]:
     """In this rank's share."""
-    if folder.size(FILE) is not None:
-        check_finished(folder)
-        expected = _read(folder)
-        items = [item for item in _read_items(folder, metadata) if keys is None or item.key in keys]
-        return list(_damages(_sum_up(folder, _share(items, no_dist), unwanted), expected))
-    if required:
-        raise FileNotFoundError(f"{folder} has no checksums: expected {FILE}, which write_checksums writes")
-    return []
+    if folder.size(FILE) is None:
+        if required:
+            raise FileNotFoundError(f"{folder} has no checksums: expected {FILE}, which write_checksums writes")
+        return []
+    check_finished(folder)
+    expected = _read(folder)
+    sums = {} if keys is not None else _sum_up(folder, _share(expected, no_dist), unwanted)
+    items = _items(read_metadata(folder) if metadata is None else metadata.result())
+    wanted = [item for item in items if keys is None or item.key in keys]
+    others = {item.range for item in wanted} - (expected.keys() if keys is None else set())
+    sums |= _sum_up(folder, _share(others, no_dist), unwanted)
+    return list(_damages(folder, wanted, sums, expected))
 
 
-def _damages(sums: Iterable[tuple[_Item, str | ValueError]], expected: Mapping[Range, str]) -> Iterator[str]:
-    for item, found in sums:
-        wanted = expected.get(item.range, "none")
-        if isinstance(found, ValueError):
-            yield str(found)
-        elif found != wanted:
-            yield f"{item}: expected CRC-32 {wanted}, found {found}"
+def _damages(
+    folder: Folder, items: Iterable[_Item], sums: Mapping[Range, _Sum], expected: Mapping[Range, str]
+) -> Iterator[str]:
+    for item in items:
+        if item.range not in sums:  # another rank's
+            continue
+        try:
+            found = _crc(folder, item, sums[item.range])
+        except ValueError as error:
+            yield str(error)
+        else:
+            wanted = expected.get(item.range, "none")
+            if found != wanted:
+                yield f"{item}: expected CRC-32 {wanted}, found {found}"
 
 
-def _sum_up(
-    folder: Folder, items: Iterable[_Item], unwanted: threading.Event | None = None
-) -> Iterator[tuple[_Item, str | ValueError]]:
-    """The checksums of items, or what is wrong with their bytes. Raises CancelledError once they are ``unwanted``."""
+def _sum_up(folder: Folder, ranges: Iterable[Range], unwanted: threading.Event | None = None) -> dict[Range, _Sum]:
+    """The checksums of bytes. Raises CancelledError once they are ``unwanted``."""
 
-    def sum_up(item: _Item) -> str | ValueError:
+    def sum_up(bytes_: Range) -> _Sum:
         if unwanted is not None and unwanted.is_set():
             raise CancelledError
-        return _crc(opened, item)
+        try:
+            return f"{opened.crc32(*bytes_):08x}"
+        except (FileNotFoundError, EOFError) as error:
+            return error
 
-    listed = sorted(items, key=lambda item: item.range[2], reverse=True)  # no large one is left to a single thread
+    listed = sorted(ranges, key=lambda each: each[2], reverse=True)  # no large one is left to a single thread
     with kept_open(folder) as opened, ThreadPoolExecutor(threads_to_read()) as pool:
-        yield from zip(listed, done_by(pool, sum_up, listed), strict=True)
+        return dict(zip(listed, done_by(pool, sum_up, listed), strict=True))
 
 
-def _crc(folder: Folder, item: _Item) -> str | ValueError:
-    try:
-        return f"{folder.crc32(*item.range):08x}"
-    except FileNotFoundError as error:
-        return _lacking(item, f"none: {error.strerror or 'no such file'}")
-    except EOFError:
-        return _lacking(item, f"{max((folder.size(item.range[0]) or 0) - item.range[1], 0)}: the file is truncated")
+def _crc(folder: Folder, item: _Item, found: _Sum) -> str:
+    """Raises ValueError for an item whose bytes are not there."""
+    if isinstance(found, str):
+        return found
+    file, start, length = item.range
+    text = f"{max((folder.size(file) or 0) - start, 0)}: the file is truncated"
+    if isinstance(found, FileNotFoundError):
+        text = f"none: {found.strerror or 'no such file'}"
+    raise ValueError(f"{item}: expected {length} bytes, found {text}")
 
 
-def _lacking(item: _Item, found: str) -> ValueError:
-    return ValueError(f"{item}: expected {item.range[2]} bytes, found {found}")
-
-
-def _read_items(folder: Folder, metadata: Metadata | None = None) -> list[_Item]:
-    stored: Mapping[Any, Any] = (metadata or read_metadata(folder)).storage_data
-    return [
+def _items(metadata: Metadata) -> list[_Item]:
+    """In the order of their bytes: neighbours in a file together."""
+    stored: Mapping[Any, Any] = metadata.storage_data
+    items = [
         _Item(index.fqn, index.offset and tuple(index.offset), (info.relative_path, info.offset, info.length))
         for index, info in stored.items()
     ]
+    return sorted(items, key=lambda item: item.range)
 
 
 def check_finished(folder: Folder) -> None:
@@ -194,15 +211,15 @@ def check_finished(folder: Folder) -> None:
         raise FileNotFoundError(f"{folder}: {expected}; the save was not finished, or this is another folder")
 
 
-def _share(items: Iterable[_Item], no_dist: bool) -> Iterator[_Item]:
-    """This rank's items: as many bytes as any other's, neighbours in a file together."""
-    ordered = sorted(items, key=lambda item: item.range)
+def _share(ranges: Iterable[Range], no_dist: bool) -> Iterator[Range]:
+    """This rank's: as many bytes as any other's, neighbours in a file together."""
+    ordered = sorted(ranges)
     rank, ranks = (0, 1) if no_dist else (this_rank(), world_size())
-    total, before = sum(item.range[2] for item in ordered), 0
-    for item in ordered:
+    total, before = sum(length for _, _, length in ordered), 0
+    for each in ordered:
         if min(before * ranks // max(total, 1), ranks - 1) == rank:
-            yield item
-        before += item.range[2]
+            yield each
+        before += each[2]
 
 
 # --- the file ---------------------------------------------------------------------------------------------------
@@ -227,12 +244,16 @@ def _read(folder: Folder) -> dict[Range, str]:
         expected = content["metadata"]
         if version <= VERSION:
             ranges = {
-                (name, start, length): crc for name, rows in content["files"].items() for start, length, crc in rows
+                (inner_path(name), start, length): crc
+                for name, rows in content["files"].items()
+                for start, length, crc in rows
             }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Damaged(f"{file} cannot be read ({type(error).__name__}); it is truncated or damaged") from error
     if version > VERSION:
         raise ValueError(f"{file}: expected version {VERSION} at most, found {version}: update fused_optim")
+    if any(type(each) is not int or each < 0 for _, *numbers in ranges for each in numbers):
+        raise Damaged(f"{file} cannot be read: bytes begin and end at numbers from 0 on; it is damaged")
     if (found := _metadata_crc(folder)) != expected:
         text = "it is damaged, or the checkpoint was saved again without new checksums"
         raise Damaged(f"{folder}/{METADATA}: expected CRC-32 {expected}, found {found}: {text}")

@@ -291,7 +291,7 @@ def _storage_items(given: Any, entries: Container[str]) -> Iterator[tuple[Metada
 
 def _storage_info(key: str, given: Given) -> _StorageInfo:
     fields = _fields(key, given, "_StorageInfo")
-    path = _inner_path(_text(f"the file of {key}", fields.get("relative_path")))
+    path = inner_path(_text(f"the file of {key}", fields.get("relative_path")))
     offset, length = (_number(f"the {name} of {key} in {path}", fields.get(name)) for name in ("offset", "length"))
     found = _StorageInfo(path, offset, length)
     if (transforms := fields.get("transform_descriptors")) is not None:
@@ -302,7 +302,7 @@ def _storage_info(key: str, given: Given) -> _StorageInfo:
 
 
 @functools.lru_cache(maxsize=4096)  # of few files, each of which holds many tensors
-def _inner_path(text: str) -> str:
+def inner_path(text: str) -> str:
     """Raises ValueError for files outside of the folder, on any system."""
     posix, windows = PurePosixPath(text), PureWindowsPath(text)
     if posix.is_absolute() or windows.drive or windows.root or ".." in windows.parts or "\0" in text or not posix.parts:

@@ -108,7 +108,7 @@ def _check_extent(found: Any, most: int) -> None:
         count += sum(map(len, level))
         if count > most:
             raise ValueError(f"it says more than {most} values, by referring to some of them again and again")
-        level = [each for holder in level for each in holder if isinstance(each, list | tuple)]
+        level = [each for holder in level for each in holder if isinstance(each, (list, tuple))]
         if not level:
             return
     raise ValueError(f"it is nested more than {DEEPEST} deep")
