@@ -1,5 +1,5 @@
 """Host memory beside GPUs: that they copy to and from, allocated and page-locked once, from which files are written
-directly; and that files are read into, page-locked while GPUs copy from it."""
+directly; and that files are read into."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import mmap
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -64,31 +64,6 @@ def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if nbytes < _HUGE:
         return torch.empty(tuple(shape), dtype=dtype)
     return _Mapped(nbytes).part(0, nbytes).view(dtype).view(tuple(shape))
-
-
-class PageLocked:
-    """Large ones of tensors in host memory, page-locked as far as the system lets: GPUs read them faster.
-
-    They are until ``release()``, or until nobody has this any more. Left as they are: tensors elsewhere, and those that
-    are not contiguous, whose elements may be one that is expanded.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        self._tensors: list[Tensor] = []
-        with suppress(RuntimeError):
-            for tensor in tensors:
-                if tensor.nbytes >= _HUGE and tensor.device.type == "cpu" and tensor.is_contiguous():
-                    _lock(tensor)
-                    self._tensors.append(tensor)
-
-    def release(self) -> None:
-        while self._tensors:
-            _unlock(self._tensors[-1].data_ptr())  # before the memory may be freed, and another's
-            self._tensors.pop()
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self.release()
 
 
 def host_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

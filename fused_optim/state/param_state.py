@@ -16,6 +16,7 @@ from fused_optim.formats.states import FLOAT16, FLOAT32
 from fused_optim.memory import copies
 from fused_optim.memory.host_memory import host_copy
 from fused_optim.memory.layout import MASTER, StateLayout, Versions, state_zeros
+from fused_optim.memory.uploads import copy_into, moved
 from fused_optim.rule import StateSpec
 from fused_optim.sharding.dtensor import dense, is_dense, local_tensor, rewrap_like
 from fused_optim.state.remainders import LoadedRemainder
@@ -226,7 +227,7 @@ class ParamState:
             self._split_master(value)
             return []
         local = local_tensor(self.param.detach())
-        value = dense(value.to(device=local.device, dtype=torch.float32))
+        value = dense(moved(value, local.device).float())
         if self.layout.master is Master.FLOAT32:
             local_tensor(self.tensors[MASTER]).copy_(value)
         elif self.layout.master is Master.FLOAT16:
@@ -242,7 +243,7 @@ class ParamState:
         local, flat = self._local(), dense(value).view(-1)
         high, low = torch.empty_like(local, memory_format=torch.contiguous_format), local_tensor(self.tensors[MASTER])
         for piece in pieces(flat.numel()):
-            source = flat[piece].to(device=local.device, dtype=torch.float32)
+            source = moved(flat[piece], local.device).float()
             high.view(-1)[piece], low.view(-1)[piece] = split_remainder(source, self.layout.master)
         local.copy_(high)
 
@@ -251,7 +252,7 @@ class ParamState:
         copies.wait()
         if self.layout.master is loaded.kind:
             low = local_tensor(self.tensors[MASTER])
-            low.copy_(loaded.bits(low.shape))
+            copy_into(low, loaded.bits(low.shape))
         else:
             self.write_master(loaded.master(self.param))
 

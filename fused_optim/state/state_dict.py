@@ -28,6 +28,7 @@ from fused_optim.formats.masters import Master
 from fused_optim.formats.states import Kind
 from fused_optim.memory import copies
 from fused_optim.memory.layout import MASTER, STEP
+from fused_optim.memory.uploads import uploading
 from fused_optim.options.checks import check_checkpoint_device, check_checkpoint_format, check_saved_group, describe
 from fused_optim.options.reading import FLAGS, CheckpointDevice, CheckpointFormat, read_group
 from fused_optim.rule import Rule, StateSpec
@@ -185,8 +186,9 @@ def load(store: StateStore, checked: Checked) -> None:
     if described := _flags(checked.groups):  # goes on as it was; another optimizer has rounded in no way of ours
         store.rounds_by_names = any(flags & KEYED_BY_NAMES for flags in described)
     remaining = []
-    for id_, found in loaded.items():
-        remaining += _write(store, params[id_], found, misfit)
+    with uploading():
+        for id_, found in loaded.items():
+            remaining += _write(store, params[id_], found, misfit)
     adapters.write_loaded(remaining)
     store.record_versions()
     store.show_steps()

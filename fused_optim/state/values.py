@@ -19,6 +19,7 @@ from fused_optim.backends import decoding
 from fused_optim.formats.masters import join_remainder
 from fused_optim.formats.rounding import NEAREST
 from fused_optim.formats.states import Kind, StateFormat, decode_state, encode_state
+from fused_optim.memory.uploads import copy_into, moved
 from fused_optim.sharding.dtensor import dense
 from fused_optim.state.remainders import PIECE, row_checks
 
@@ -84,7 +85,7 @@ class Stored:
         """Encode values of the same shape, on ``device``, rounding to nearest."""
         source, target = dense(value).view(-1), self.bits.view(-1)
         for piece in pieces(target.numel()):
-            part = source[piece].to(device=device, dtype=torch.float32)
+            part = moved(source[piece], device).float()
             nearest = torch.full(part.shape, NEAREST, dtype=torch.int64, device=device)
             bits, scale = encode_state(part, self.kind, self.format, self.block, nearest)
             target[piece] = bits
@@ -97,8 +98,8 @@ class Stored:
         if self.scale is None or other.scale is None or not alike:
             self.write(other.read(), device)
             return
-        self.bits.copy_(other.bits)
-        self.scale.copy_(other.scale)
+        copy_into(self.bits, other.bits)
+        copy_into(self.scale, other.scale)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,19 +13,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import distributed
 from distributed import same_bits
-from fused_optim import FusedAdamW
-from fused_optim.checkpoint.reading import load as loading
 from fused_optim.checkpoint.reading import reader as reading
-from fused_optim.checkpoint.reading.leeway import Leeway
-from fused_optim.checkpoint.reading.opening import open_source
-from fused_optim.checkpoint.reading.reader import Reader, load
 from fused_optim.checkpoint.storage import folders
 from fused_optim.checkpoint.storage.folders import LocalFolder, folder_at
+from fused_optim.checkpoint.storage.metadata import read_metadata
 from fused_optim.checkpoint.storage.threads import done_by
 from fused_optim.memory import host_memory
 
@@ -40,6 +34,11 @@ TENSORS: dict[str, Tensor] = {
     **{"transposed": NORMAL.t(), "view": NORMAL[3:5, 2:], "expanded": NORMAL[:1].expand(5, 8), "scalar": NORMAL.sum()},
     **{"empty": NORMAL[:0], "long": torch.arange(5000.0), "conjugate": (NORMAL * 1j).conj()},
 }
+
+
+def load(state: dict[str, Any], path: str | Path) -> None:
+    folder = folder_at(path)
+    reading.load(state, folder, read_metadata(folder))
 
 
 def target_of(tensor: Tensor) -> Tensor:
@@ -64,7 +63,7 @@ def test_every_tensor(tmp_path: Path, read: list[tuple[str, int]], monkeypatch: 
     monkeypatch.setattr(reading, "_PIECE", 3000)
     dcp.save(dict(TENSORS), checkpoint_id=tmp_path)
     state: dict[str, Any] = {name: target_of(tensor) for name, tensor in TENSORS.items()}
-    load(state, folder_at(tmp_path))
+    load(state, tmp_path)
     for name, tensor in TENSORS.items():
         expected = tensor.resolve_conj() if tensor.is_complex() else tensor
         assert torch.equal(state[name], expected) if expected.is_complex() else same_bits(state[name], expected), name
@@ -77,7 +76,7 @@ def test_casts_and_other_layouts(tmp_path: Path, read: list[tuple[str, int]]) ->
     """As dcp.load does."""
     dcp.save({"x": NORMAL, "y": NORMAL}, checkpoint_id=tmp_path)
     state: dict[str, Any] = {"x": torch.zeros(12, 8, dtype=torch.bfloat16), "y": torch.zeros(8, 12).t()}
-    load(state, folder_at(tmp_path))
+    load(state, tmp_path)
     assert torch.equal(state["x"], NORMAL.bfloat16()) and torch.equal(state["y"], NORMAL) and not read
 
 
@@ -112,7 +111,7 @@ def load_shards(path: str) -> dict[str, int]:
             counted: list[int] = []
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(LocalFolder, "read_into", counting(counted))
-                load({name: target}, folder_at(path))
+                load({name: target}, path)
             assert torch.equal(target._local_tensor, expected._local_tensor), (name, placement)
             sizes[f"{name} {placement}"] = sum(counted)
     return sizes
@@ -133,14 +132,14 @@ def test_errors(tmp_path: Path) -> None:
     (file,) = tmp_path.glob("*.distcp")
     file.write_bytes(file.read_bytes()[:700])
     with pytest.raises(ValueError, match=r"x: its file .* is truncated: expected at least \d+ bytes, found 700"):
-        load({"x": torch.zeros(12, 8)}, folder_at(tmp_path))
+        load({"x": torch.zeros(12, 8)}, tmp_path)
 
 
-def test_torch_uses_it_as_a_reader(tmp_path: Path) -> None:
-    dcp.save({"x": NORMAL, "n": {"a": 3}}, checkpoint_id=tmp_path)
-    state: dict[str, Any] = {"x": torch.zeros(12, 8), "n": {"a": 0}}
-    dcp.load(state, storage_reader=Reader(folder_at(tmp_path)))
-    assert torch.equal(state["x"], NORMAL) and state["n"]["a"] == 3
+def test_values_in_other_values(tmp_path: Path) -> None:
+    dcp.save({"x": NORMAL, "n": {"a": 3, "y": NORMAL + 1}}, checkpoint_id=tmp_path)
+    state: dict[str, Any] = {"n": {"a": 0, "y": torch.zeros(12, 8)}}
+    load(state, tmp_path)
+    assert state["n"]["a"] == 3 and torch.equal(state["n"]["y"], NORMAL + 1)
 
 
 # --- memory that states are read into ---------------------------------------------------------------------------------
@@ -167,68 +166,6 @@ def lockings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     monkeypatch.setattr(host_memory, "_lock", lock)
     monkeypatch.setattr(host_memory, "_unlock", lambda address: found.append(("unlock", address)))
     return found
-
-
-@pytest.mark.parametrize("how", ["release", "let go"])
-def test_large_tensors_are_locked_meanwhile(how: str, lockings: list[tuple[str, int]]) -> None:
-    small, first, second = torch.ones(100), torch.ones(1 << 20), torch.ones(1 << 19)
-    addresses = [first.data_ptr(), second.data_ptr()]
-    locked = host_memory.PageLocked([small, first, second])
-    alive = weakref.ref(first)
-    del first, second
-    assert lockings == [("lock", address) for address in addresses] and alive() is not None
-    if how == "release":
-        locked.release()
-    else:
-        del locked
-    assert sorted(lockings[2:]) == sorted(("unlock", address) for address in addresses) and alive() is None
-
-
-@pytest.mark.parametrize("on_gpu", [True, False])
-@pytest.mark.parametrize("ends", ["loaded", "let go"])
-def test_states_for_gpus_are_locked_once_they_are_read(
-    on_gpu: bool, ends: str, tmp_path: Path, lockings: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before the model is loaded, until all is loaded or the load is given up."""
-    model = torch.nn.Linear(64, 32)
-    optimizer = FusedAdamW(model.parameters(), lr=0.1)
-    model(torch.ones(2, 64)).sum().backward()
-    optimizer.step()
-    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(state, checkpoint_id=tmp_path)
-    monkeypatch.setattr(host_memory, "_HUGE", 64 * 32 * 4)  # the weight's states, not the bias's
-    monkeypatch.setattr(loading, "_any_on_gpu", lambda params: on_gpu)
-    loader = loading.checked(model, optimizer, open_source(tmp_path), verify=False, leeway=Leeway())
-    assert lockings == []
-    loader.read()
-    assert [what for what, _ in lockings] == ["lock"] * 2 * on_gpu
-    if ends == "loaded":
-        loader.load()
-    else:
-        del loader
-    assert sorted(lockings[2 * on_gpu :]) == sorted(("unlock", address) for _, address in lockings[: 2 * on_gpu])
-
-
-def test_memory_is_released_before_it_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it might be another's by then."""
-    tensors = [torch.ones(1 << 20) for _ in range(3)]
-    alive = {tensor.data_ptr(): weakref.ref(tensor) for tensor in tensors}
-    was_alive: list[bool] = []
-    monkeypatch.setattr(host_memory, "_lock", lambda tensor: None)
-    monkeypatch.setattr(host_memory, "_unlock", lambda address: was_alive.append(alive[address]() is not None))
-    locked = host_memory.PageLocked(tensors)
-    del tensors
-    locked.release()
-    assert was_alive == [True] * 3 and not any(reference() for reference in alive.values())
-
-
-def test_only_memory_of_the_host_that_is_all_there_is_locked(lockings: list[tuple[str, int]]) -> None:
-    """States that start anew are expanded from one element, on the parameters' device."""
-    expanded, whole = torch.zeros(()).expand(1 << 20), torch.ones(1 << 20)
-    elsewhere = torch.empty(1 << 20, device="meta")
-    locked = host_memory.PageLocked([expanded, elsewhere, whole.view(1024, 1024).t(), whole])
-    assert lockings == [("lock", whole.data_ptr())]
-    locked.release()
 
 
 def test_an_error_of_the_driver_is_not_left_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,16 +245,8 @@ def test_uploads_go_through_parts_of_one_allocation(can_be_locked: bool, monkeyp
     parts = reading._staging(5)
     for i, part in enumerate(parts):
         part.fill_(i)
-    assert [(part.nbytes, int(part[0]), int(part[-1])) for part in parts] == [(1 << 22, i, i) for i in range(5)]
-    assert locked == [5 << 22]
-
-
-def test_what_cannot_be_locked_is_read_nevertheless(lockings: list[tuple[str, int]]) -> None:
-    first, refused = torch.ones(1 << 20), torch.ones(1 << 20, dtype=torch.int32)
-    locked = host_memory.PageLocked([first, refused, refused])
-    assert lockings == [("lock", first.data_ptr())]
-    locked.release()
-    assert lockings[1:] == [("unlock", first.data_ptr())]
+    assert [(part.nbytes, int(part[0]), int(part[-1])) for part in parts] == [(1 << 23, i, i) for i in range(5)]
+    assert locked == [5 << 23]
 
 
 @pytest.mark.parametrize("most", [64, 2, 0])

@@ -19,7 +19,6 @@ from distributed import assert_same
 from fused_optim import FusedAdam, FusedLion, enable_gradient_release
 from fused_optim.checkpoint import PinnedStager, wait_for_copies
 from fused_optim.memory import copies
-from fused_optim.memory.host_memory import PageLocked, room
 from fused_optim.quantized import quantize_model_
 from native_cases import tensors_of, trained
 from quantized_cases import RECIPES
@@ -327,18 +326,6 @@ def test_the_memory_is_page_locked_and_kept() -> None:
         addresses.append(staged["model"]["conv"].data_ptr())
         del staged
     assert len(set(addresses)) <= 2
-
-
-def test_memory_that_is_locked_already_leaves_no_error_behind() -> None:
-    """For the next kernel that torch launches."""
-    tensor = room((1 << 20,), torch.float32).fill_(1.0)
-    locked, refused = PageLocked([tensor]), PageLocked([tensor])
-    assert tensor.is_pinned()
-    assert (torch.arange(3, device=DEVICE) + 1).tolist() == [1, 2, 3]
-    refused.release()
-    assert tensor.is_pinned()
-    locked.release()
-    assert not tensor.is_pinned()
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from fused_optim.checkpoint.reading.buffers import buffer_beside, buffer_for, native_buffer_for
 from fused_optim.checkpoint.reading.contents import (
@@ -34,7 +33,6 @@ from fused_optim.checkpoint.reading.source import Source
 from fused_optim.checkpoint.storage.checksums import verify_items
 from fused_optim.checkpoint.storage.folders import Folder, PathLike, folder_at
 from fused_optim.checkpoint.storage.nested import assembled, setting_after
-from fused_optim.memory.host_memory import PageLocked
 from fused_optim.memory.layout import MASTER, STEP
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import check_whole, describe, some_of
@@ -159,16 +157,13 @@ class Loader:
         self._groups = [self._group(number, members) for number, members in enumerate(self._members())]
         self._objects = self._read_objects()
         self._state: dict[int, dict[str, Any]] = {}
-        self._locked = PageLocked()
         self._check()
 
     @torch.no_grad()
     def read(self) -> None:
-        """The states, into host memory that GPUs read fast. A collective that changes nothing; for :meth:`load`."""
+        """The states, into host memory. A collective that changes nothing; for :meth:`load`."""
         with on_all_ranks(f"loading {self.source.path}"):
             self._state = self._read()
-            if _any_on_gpu(self.params):
-                self._locked = PageLocked(map(local_tensor, _tensors(self._state)))
 
     @torch.no_grad()
     def load(self) -> LoadReport:
@@ -177,7 +172,6 @@ class Loader:
             self._load(f"loading {self.source.path}")
         finally:
             self._state = {}
-            self._locked.release()
         going_on = self._found.keys() - self._restarted
         latest = {i: group["step"] for group in self._groups for i in group["params"] if i in going_on}
         behind = sum(self.saved_steps[self.ids[i]] != step for i, step in latest.items())
@@ -428,13 +422,5 @@ class Loader:
         return "masters loaded" if self.optimizer.master_weights else "parameters written from masters"
 
 
-def _any_on_gpu(params: Iterable[Tensor]) -> bool:
-    return any(param.is_cuda for param in params)
-
-
 def _keys(states: _Components) -> Iterator[str]:
     return (key for components in states.values() for key in components.values())
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

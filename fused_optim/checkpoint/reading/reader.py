@@ -6,6 +6,7 @@ Runs no code that a checkpoint might hold: metadata and tensors are unpickled by
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 from collections.abc import Collection, Iterator
@@ -30,7 +31,7 @@ from fused_optim.checkpoint.storage.untrusted import load_object
 from fused_optim.memory.host_memory import HostBuffers, memory_of
 
 _PIECE = 1 << 24  # bytes that one thread reads at a time
-_UPLOADED = 1 << 22  # on their way to a GPU: memory for each thread is page-locked
+_UPLOADED = 1 << 23  # on their way to a GPU: memory for each thread is page-locked
 _HEAD = 4096  # bytes of a stored tensor in which its description is
 
 
@@ -122,6 +123,10 @@ class _Stored:
     shape: tuple[int, ...]
     offset: int
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 _STORAGES = {
     **{"FloatStorage": torch.float32, "BFloat16Storage": torch.bfloat16, "HalfStorage": torch.float16},
@@ -142,16 +147,25 @@ def _describe(head: bytes, length: int) -> _Stored | None:
     None where it holds anything but a plain contiguous tensor as this machine has it in memory.
     """
     try:
-        dtype, numel, first, shape, stride = _tensor(head[_content(head, 0, b"archive/data.pkl") :])
         header = head.index(b"PK\x03\x04", head.index(b"archive/data/0") - 30)
         offset = _content(head, header, b"archive/data/0")
+    except ValueError:
+        return None
+    stored = _described(head[:offset]) if offset <= len(head) else None
+    return stored if stored is not None and offset + stored.nbytes <= length else None
+
+
+@functools.lru_cache(maxsize=1024)  # tensors of one shape and dtype are alike so far
+def _described(head: bytes) -> _Stored | None:
+    """``head``: all that comes before the bytes of the tensor."""
+    try:
+        dtype, numel, first, shape, stride = _tensor(head[_content(head, 0, b"archive/data.pkl") :])
         little = head[_content(head, head.index(b"archive/byteorder") - 30, b"archive/byteorder") :][:6] == b"little"
     except (ValueError, TypeError, IndexError):
         return None
     steps = tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
     dense = first == 0 and stride == steps and math.prod(shape) == numel
-    fits = little and offset + numel * dtype.itemsize <= length
-    return _Stored(dtype, shape, offset) if dense and fits else None
+    return _Stored(dtype, shape, len(head)) if dense and little else None
 
 
 def _tensor(content: bytes) -> tuple[torch.dtype, int, int, tuple[int, ...], tuple[int, ...]]:
