@@ -68,7 +68,7 @@ def test_names_of_enum_members(member: _MEM_FORMAT_ENCODING, monkeypatch: pytest
 
 def load_folder(model: nn.Module, optimizer: FusedAdam, folder: str) -> None:
     with torch.no_grad():
-        load({"model": dict(model.named_parameters())}, folder_at(folder))
+        load({"model": dict(model.named_parameters())}, folder_at(folder), read_metadata(folder_at(folder)))
     load_optimizer_checkpoint(model, optimizer, folder)
 
 
