@@ -208,6 +208,13 @@ def on_device(args: argparse.Namespace) -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
+def error_in(output: str) -> str:
+    """The last one that a traceback ends with: of a rank rather than what torchrun says of it."""
+    found = [match["text"] for match in re.finditer(r"(?m)^(\[rank\d+\]: )?(?P<text>\S*(Error|Exception)\b.*)", output)]
+    own = [text for text in found if "ChildFailedError" not in text]
+    return (own or found or output.splitlines() or ["no output"])[-1][:300]
+
+
 # --- all of them ----------------------------------------------------------------------------------------------------
 
 
@@ -225,8 +232,7 @@ def in_a_process(args: argparse.Namespace, name: str, result: Path) -> dict[str,
     except subprocess.TimeoutExpired:
         return {"error": f"not finished after {args.timeout:.0f} s"}
     if done.returncode or not result.exists():
-        lines = [line for line in done.stderr.splitlines() if re.match(r"\S*(Error|Exception)\b", line)]
-        return {"error": (lines or done.stderr.splitlines() or ["no output"])[-1][:300]}
+        return {"error": error_in(done.stderr)}
     found: dict[str, Any] = json.loads(result.read_text())
     return found
 

@@ -74,6 +74,16 @@ def test_ranks_share_a_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked_python")
+def test_the_error_of_a_rank_is_named() -> None:
+    """Rather than torchrun's, which says that there was one."""
+    rank = "[rank1]: ValueError: expected a matrix\n[rank1]: at line 3\n"
+    torchrun = "Traceback:\n  raise ChildFailedError(\ntorch.distributed.elastic.errors.ChildFailedError: \n====\n"
+    assert end_to_end.error_in(rank + torchrun) == "ValueError: expected a matrix"
+    assert end_to_end.error_in("note\nKeyError: 'x'\n") == "KeyError: 'x'"
+    assert end_to_end.error_in(torchrun) == "torch.distributed.elastic.errors.ChildFailedError: "
+    assert (end_to_end.error_in("killed\n"), end_to_end.error_in("")) == ("killed", "no output")
+
+
 def test_reports_are_merged(tmp_path: Path) -> None:
     """In the order of the table; of one that failed somewhere the run that did not."""
     names = [*RUNS][:3]
