@@ -222,15 +222,26 @@ def in_buckets(params: dict[int, Tensor], kinds: Sequence[Kind]) -> list[Bucket]
 
     ``kinds``: by the parameters' numbers.
     """
-    here = [{i: param for i, param in sorted(bucket.items()) if _is_here(param)} for bucket in cut(params)]
+    here = {i: param for i, param in params.items() if _is_here(param)}
     work: dict[DeviceMesh | None, list[int]] = {}
-    return [(list(bucket), _on_meshes(bucket, kinds, work)) for bucket in here]
+    return [(sorted(bucket), _on_meshes(dict(sorted(bucket.items())), kinds, work)) for bucket in cut(here)]
 
 
 def cut(params: Mapping[int, Tensor]) -> list[dict[int, Tensor]]:
-    """Parameters by the bucket that they are in. Cut by global shapes: the same on all ranks.
+    """Parameters by the bucket that they are in, each of one mesh. At least one, which may be empty.
 
-    Those of one size are in as few buckets as can be: the more matrices are orthogonalized together, the better they
+    Cut by global shapes, and each mesh by itself: the same on all ranks of a mesh, whatever else they hold. Experts may
+    be more on some ranks than on others.
+    """
+    meshes: dict[DeviceMesh | None, dict[int, Tensor]] = {}
+    for i, param in params.items():
+        meshes.setdefault(param.device_mesh if isinstance(param, DTensor) else None, {})[i] = param
+    ordered = sorted(meshes.items(), key=lambda each: mesh_order(each[0]))
+    return [bucket for _, members in ordered for bucket in _cut_on_one(members)] or [{}]
+
+
+def _cut_on_one(params: Mapping[int, Tensor]) -> list[dict[int, Tensor]]:
+    """Those of one size are in as few buckets as can be: the more matrices are orthogonalized together, the better they
     fill a GPU. Sizes are the mean of all ranks; where shards are uneven, nobody holds more than ``MOST_TO_MEAN`` times
     a bucket.
     """

@@ -123,7 +123,7 @@ def _is_offloaded(store: StateStore, param: Tensor, group: Group) -> bool:
 
 
 def _buckets_of_matrices(store: StateStore) -> dict[Tensor, int]:
-    """The bucket of each parameter that is updated as whole matrices: of those with some on its mesh, which one."""
+    """The bucket of each parameter that is updated as whole matrices: of those on its mesh, which one."""
     rules, parts = store.rules(), dict[tuple[torch.device, bool], dict[int, Tensor]]()
     for index, (param, group) in enumerate(_with_groups(store)):
         if rules[param].whole_matrices and is_trained(store, param):
@@ -133,9 +133,9 @@ def _buckets_of_matrices(store: StateStore) -> dict[Tensor, int]:
     found: dict[Tensor, int] = {}
     for key in sorted(parts, key=str):  # as plans have them
         for bucket in cut(parts[key]):
-            meshes = {param: param.device_mesh if isinstance(param, DTensor) else None for param in bucket.values()}
-            found |= {param: counts[mesh] for param, mesh in meshes.items()}
-            counts.update(set(meshes.values()))
+            for mesh in {param.device_mesh if isinstance(param, DTensor) else None for param in bucket.values()}:
+                found |= dict.fromkeys(bucket.values(), counts[mesh])
+                counts[mesh] += 1
     return found
 
 
