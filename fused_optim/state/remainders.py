@@ -45,8 +45,8 @@ class LoadedRemainder:
     checks: Tensor | None
     who: str = field(repr=False)
 
-    def differs(self, param: Tensor) -> Tensor | None:
-        """Whether ``param`` has other high bits, in one bool beside it; None where nothing tells.
+    def checks_of(self, param: Tensor) -> Tensor | None:
+        """What ``checks`` are where ``param`` has the high bits, beside it; None where nothing tells.
 
         A collective where the parameter is not cut by rows.
         """
@@ -54,7 +54,10 @@ class LoadedRemainder:
             return None
         own = param.detach()
         checks = row_checks((local_tensor(own) if cut_by_rows(param) else full_tensor(own)).to(torch.bfloat16))
-        return checks.ne(self.checks.to(checks.device)).any() if has_values(checks) else None
+        return checks if has_values(checks) else None
+
+    def has_checks(self, checks: Tensor) -> bool:
+        return self.checks is not None and torch.equal(checks, self.checks.to(checks.device))
 
     def misfit(self) -> ValueError:
         """The error where it has not."""
@@ -74,9 +77,10 @@ class LoadedRemainder:
 
 
 def misfits(loaded: Iterable[tuple[Tensor, LoadedRemainder]]) -> list[LoadedRemainder]:
-    """Those that are not of their parameters, as far as can be told. GPUs are waited for once."""
-    differing = [(remainder, remainder.differs(param)) for param, remainder in loaded]
-    return [remainder for remainder, differs in differing if differs is not None and bool(differs)]
+    """Those that are not of their parameters, as far as can be told."""
+    # Every comparison waits for its GPU: not before all that takes long is queued.
+    found = [(remainder, remainder.checks_of(param)) for param, remainder in loaded]
+    return [remainder for remainder, checks in found if checks is not None and not remainder.has_checks(checks)]
 
 
 def row_checks(param: Tensor) -> Tensor:

@@ -27,7 +27,10 @@ from cases import values
 from distributed import Part, assert_same, join_all, part, same_bits
 from fused_optim import FusedAdam
 from fused_optim.compat import transformer_engine
+from fused_optim.formats.masters import Master
 from fused_optim.sharding.dtensor import local_tensor
+from fused_optim.state import remainders
+from fused_optim.state.remainders import LoadedRemainder, misfits, row_checks
 
 BF16 = torch.bfloat16
 SHAPES = {"wide": (7, 256), "odd": (5, 50), "vector": (10,)}
@@ -169,6 +172,37 @@ def test_a_single_bit_of_another_parameter_is_found() -> None:
         model.odd.view(torch.int16)[3, 7] ^= 1
     with pytest.raises(ValueError, match=r"parameter 1 \(shape \(5, 50\)"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("rows", [7, 6, 1])
+def test_a_parameter_of_other_rows_is_found(rows: int) -> None:
+    """Also where all rows are alike."""
+    param = values((1, 256), BF16, "cpu", seed=0).expand(7, 256)
+    loaded = LoadedRemainder(torch.zeros(7, 512, dtype=torch.uint8), Master.REMAINDER16, row_checks(param), "wide")
+    found = misfits([(param[:rows], loaded)])
+    assert found == ([] if rows == 7 else [loaded])
+
+
+def test_nothing_is_compared_before_all_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To compare is to wait for the GPU."""
+    params = [values((n, 256), BF16, "cpu", seed=n) for n in (7, 5, 3)]
+    low = torch.zeros(0, dtype=torch.uint8)
+    loaded = [LoadedRemainder(low, Master.REMAINDER16, row_checks(param), "x") for param in params]
+    done: list[str] = []
+    to = Tensor.to
+
+    def queue(param: Tensor) -> Tensor:
+        done.append("queued")
+        return row_checks(param)
+
+    def note(tensor: Tensor, *args: Any) -> Tensor:
+        done.extend(["waited"] * (tensor.dtype == torch.int32))
+        return to(tensor, *args)
+
+    monkeypatch.setattr(remainders, "row_checks", queue)
+    monkeypatch.setattr(Tensor, "to", note)
+    assert not misfits(zip(params, loaded, strict=True))
+    assert done == ["queued"] * 3 + ["waited"] * 3
 
 
 def test_moments_are_read_and_another_state_dict_is_loaded_meanwhile() -> None:
