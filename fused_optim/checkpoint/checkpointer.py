@@ -375,7 +375,7 @@ class Checkpointer:
         for found in listed:
             try:
                 compared = self._compare(found, verify, options)
-            except (OSError, ValueError, RaisedElsewhere) as error:  # on all ranks
+            except Exception as error:  # on all ranks, whatever it is on each
                 if on_any(not is_damage(error) and not isinstance(error, RaisedElsewhere), self._group):
                     raise
                 problems.append(str(error))

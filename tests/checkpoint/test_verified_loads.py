@@ -122,6 +122,23 @@ def test_ranks_without_threads_let_no_other_wait(tmp_path: Path) -> None:
     assert first == "can't start new thread" and second.endswith("rank 0 failed: RuntimeError: can't start new thread")
 
 
+def load_newest_without_threads(folder: str) -> tuple[str, int | None]:
+    """The error, and the step that is loaded once the first rank's system has threads."""
+    model, optimizer = sharded(5)
+    checkpointer = Checkpointer(model, optimizer, folder, sigterm=False)
+    refused: Any = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
+    with refused if dist.get_rank() == 0 else nullcontext(), pytest.raises(RuntimeError) as error:
+        checkpointer.load_latest()
+    return str(error.value), checkpointer.load_latest()
+
+
+def test_ranks_without_threads_pass_over_nothing(tmp_path: Path) -> None:
+    """What is no damage ends the load on all ranks, of whatever kind it is: none goes on to an earlier checkpoint."""
+    distributed.run(2, save_two, str(tmp_path))
+    found = distributed.run(2, load_newest_without_threads, str(tmp_path), timeout=60)
+    assert all("can't start new thread" in error and step == 2 for error, step in found), found
+
+
 @pytest.mark.parametrize("can_be_read", [True, False])
 def test_what_was_read_of_a_damaged_one_is_let_go(can_be_read: bool, tmp_path: Path) -> None:
     """Before the previous one is read: each takes as much host memory as the states."""
