@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.memory.host_memory import HostBuffers
+from fused_optim.sharding.dtensor import is_dense
 
 _PIECE = 1 << 24  # bytes of a buffer
 _BUFFERS = 2  # one is filled while the other is on its way
@@ -54,7 +55,7 @@ def moved(source: Tensor, device: torch.device) -> Tensor:
 def _is_worth_it(target: Tensor, source: Tensor) -> bool:
     from_host = target.is_cuda and source.device.type == "cpu" and source.nbytes >= _LARGE and not source.is_pinned()
     alike = (target.dtype, target.shape) == (source.dtype, source.shape)
-    return from_host and alike and target.is_contiguous() and source.is_contiguous()
+    return from_host and alike and is_dense(target) and is_dense(source)
 
 
 class _Ring:

@@ -101,16 +101,22 @@ def transposed(target: Tensor) -> tuple[Tensor, Tensor]:
     return target, torch.ones(8, 4).t()
 
 
+def negated(target: Tensor) -> tuple[Tensor, Tensor]:
+    """Contiguous, of bytes that are not its values."""
+    return target, torch._neg_view(torch.ones(4, 8))
+
+
 def into_a_part(target: Tensor) -> tuple[Tensor, Tensor]:
     return target[:, :4], torch.ones(4, 4)
 
 
-@pytest.mark.parametrize("case", [other_shape, other_dtype, transposed, into_a_part])
+@pytest.mark.parametrize("case", [other_shape, other_dtype, transposed, negated, into_a_part])
 def test_other_copies_are_torchs(queue: Queue, case) -> None:  # type: ignore[no-untyped-def]
     target, source = case(torch.zeros(4, 8))
     with uploads.uploading():
         uploads.copy_into(target, source)
         assert target.all() and not queue.jobs
+    assert torch.equal(target, source.to(target.dtype).expand_as(target))
 
 
 def test_without_page_locked_memory(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
