@@ -305,11 +305,12 @@ def saved_bytes(value: Any) -> bytes:
 @pytest.mark.parametrize(
     "content, message",
     [
-        ('{"version": Infinity}', "version: expected a finite number"),
-        ('{"version": NaN}', "version: expected a finite number"),
-        ('{"version": -Infinity}', "version: expected a finite number"),
-        ('{"version": 1e999}', "version: expected a finite number"),
-        (f'{{"version": {1 << 64}}}', "version: expected a finite number"),
+        ('{"version": Infinity}', "Infinity: expected a finite number"),
+        ('{"version": [NaN]}', "NaN: expected a finite number"),
+        ('{"version": -Infinity}', "-Infinity: expected a finite number"),
+        ('{"version": [[1e999]]}', "1e999: expected a finite number"),
+        (f'{{"version": {1 << 63}}}', f"{1 << 63}: expected a number of 64 bits"),
+        (f'{{"version": 1, "files": {{"a": [[0, {10**300}, "0"]]}}}}', "1000+: expected a number of 64 bits"),
         (f'{{"version": {"9" * 5000}}}', "cannot be read"),
         ('{"version": "1"}', "version: expected a number of at least 0, found str"),
         ('{"version": 1.0}', "version: expected a number of at least 0, found float"),

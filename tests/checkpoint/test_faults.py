@@ -314,6 +314,11 @@ def break_checksums(path: Path, fault: str) -> None:
         file.write_text("[]")
     elif fault == "another save":
         metadata.write_bytes(pickle.dumps(pickle.loads(metadata.read_bytes()), protocol=5))
+    elif fault == "overlapping":
+        _, rows = content["files"].popitem()
+        start, length, crc = rows[0]
+        content["files"]["__1_0.distcp"] = [*rows, *([start + i, length, crc] for i in range(1, 1000))]
+        file.write_text(json.dumps(content))
     elif fault == "incomplete":
         del content["files"]["__1_0.distcp"]
         file.write_text(json.dumps(content))
@@ -327,6 +332,7 @@ def break_checksums(path: Path, fault: str) -> None:
         ("newer", "expected version 1 at most, found 2"),
         ("list", "cannot be read .*; it is truncated or damaged"),
         ("another save", r"\.metadata: expected CRC-32 \w{8}, found \w{8}: .* saved again"),
+        ("overlapping", r"json gives bytes \d+ to \d+ of __1_0\.distcp to several tensors; it is damaged"),
         ("incomplete", "expected CRC-32 none, found"),
     ],
 )

@@ -13,6 +13,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -196,13 +197,22 @@ def _crc(folder: Folder, item: _Item, found: _Sum) -> str:
 
 
 def _items(metadata: Metadata) -> list[_Item]:
-    """In the order of their bytes: neighbours in a file together."""
+    """In the order of their bytes: neighbours in a file together. Raises Damaged for items that share bytes."""
     stored: Mapping[Any, Any] = metadata.storage_data
     items = [
         _Item(index.fqn, index.offset and tuple(index.offset), (info.relative_path, info.offset, info.length))
         for index, info in stored.items()
     ]
+    _check_apart(METADATA, {item.range for item in items})
     return sorted(items, key=lambda item: item.range)
+
+
+def _check_apart(who: str, ranges: Iterable[Range]) -> None:
+    """Raise Damaged for ranges that share bytes: a few could ask for all of a large file again and again."""
+    for (file, start, length), (next_file, next_start, _) in pairwise(sorted(ranges)):
+        if file == next_file and start + length > next_start:
+            shared = f"bytes {next_start} to {start + length} of {file} to several tensors"
+            raise Damaged(f"{who} gives {shared}; it is damaged")
 
 
 def check_finished(folder: Folder) -> None:
@@ -254,6 +264,7 @@ def _read(folder: Folder) -> dict[Range, str]:
         raise ValueError(f"{file}: expected version {VERSION} at most, found {version}: update fused_optim")
     if any(type(each) is not int or each < 0 for _, *numbers in ranges for each in numbers):
         raise Damaged(f"{file} cannot be read: bytes begin and end at numbers from 0 on; it is damaged")
+    _check_apart(file, ranges)
     if (found := _metadata_crc(folder)) != expected:
         text = "it is damaged, or the checkpoint was saved again without new checksums"
         raise Damaged(f"{folder}/{METADATA}: expected CRC-32 {expected}, found {found}: {text}")

@@ -125,7 +125,7 @@ def _check_archive(file: Path | IO[bytes]) -> set[str]:
 def load_json(content: bytes, what: str) -> dict[str, Any]:
     """An object of JSON. Raises Damaged, a ValueError, for what is none, and for numbers that are none of 64 bits."""
     try:
-        found = json.loads(content, object_pairs_hook=_object)
+        found = json.loads(content, parse_int=_whole, parse_float=_finite, parse_constant=_finite)
     except json.JSONDecodeError as error:
         raise Damaged(f"{what} cannot be read (JSONDecodeError); it is truncated or damaged") from error
     except (ValueError, RecursionError) as error:
@@ -149,8 +149,13 @@ def number_in(content: dict[str, Any], field: str, what: str) -> int:
     return found
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    for name, value in pairs:
-        if (type(value) is float and not math.isfinite(value)) or (type(value) is int and abs(value) > _LARGEST):
-            raise ValueError(f"{name[:100]}: expected a finite number of 64 bits")
-    return dict(pairs)
+def _whole(text: str) -> int:
+    if abs(found := int(text)) > _LARGEST:
+        raise ValueError(f"{text[:100]}: expected a number of 64 bits")
+    return found
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(found := float(text)):
+        raise ValueError(f"{text[:100]}: expected a finite number")
+    return found
