@@ -314,6 +314,9 @@ def break_checksums(path: Path, fault: str) -> None:
         file.write_text("[]")
     elif fault == "another save":
         metadata.write_bytes(pickle.dumps(pickle.loads(metadata.read_bytes()), protocol=5))
+    elif fault in ("../secret", "\ud800"):
+        content["files"][fault] = [[0, 5, "00000000"]]
+        file.write_text(json.dumps(content))
     elif fault == "overlapping":
         _, rows = content["files"].popitem()
         start, length, crc = rows[0]
@@ -332,6 +335,8 @@ def break_checksums(path: Path, fault: str) -> None:
         ("newer", "expected version 1 at most, found 2"),
         ("list", "cannot be read .*; it is truncated or damaged"),
         ("another save", r"\.metadata: expected CRC-32 \w{8}, found \w{8}: .* saved again"),
+        ("../secret", r"json cannot be read \(ValueError\)"),
+        ("\ud800", r"json cannot be read \(UnicodeEncodeError\)"),
         ("overlapping", r"json gives bytes \d+ to \d+ of __1_0\.distcp to several tensors; it is damaged"),
         ("incomplete", "expected CRC-32 none, found"),
     ],

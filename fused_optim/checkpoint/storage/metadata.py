@@ -303,7 +303,8 @@ def _storage_info(key: str, given: Given) -> _StorageInfo:
 
 @functools.lru_cache(maxsize=4096)  # of few files, each of which holds many tensors
 def inner_path(text: str) -> str:
-    """Raises ValueError for files outside of the folder, on any system."""
+    """Raises ValueError for files outside of the folder, on any system, and for names that files cannot have."""
+    text.encode()  # fails for half of a surrogate pair, which pickles and JSON may hold
     posix, windows = PurePosixPath(text), PureWindowsPath(text)
     if posix.is_absolute() or windows.drive or windows.root or ".." in windows.parts or "\0" in text or not posix.parts:
         raise ValueError(f"it refers to {text[:200]!r}, which is outside of its folder")
