@@ -30,7 +30,6 @@ _ALWAYS = (
     "torch.utils._python_dispatch._disable_current_modes",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
     "torch.utils._python_dispatch.return_and_correct_aliasing",
-    "torch.utils._pytree.tree_leaves",
     "torch.utils._pytree.tree_map_only",
     # operations
     "torch._foreach_copy_",
