@@ -7,9 +7,8 @@ copied, and to release it again, takes longer than copying it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ def uploading() -> Iterator[None]:
 def copy_into(target: Tensor, source: Tensor) -> None:
     """``target.copy_(source)``. ``source`` may be changed or freed at once."""
     ring = _ring.get()
-    if ring is None or not _is_worth_it(target, source) or not ring.has_room():
+    if ring is None or not _is_worth_it(target, source) or not ring.buffers:
         target.copy_(source)
     else:
         ring.copy(*(each.view(-1).view(torch.uint8) for each in (target, source)))
@@ -59,28 +58,34 @@ def _is_worth_it(target: Tensor, source: Tensor) -> bool:
 
 
 class _Ring:
-    """Page-locked buffers that are used in turns, as far as the system lets."""
+    """Page-locked buffers that are used in turns: made when the first is needed, none where the system does not let."""
 
     def __init__(self) -> None:
         self._buffers: list[_Buffer] | None = None
+        self._next = 0
 
-    def has_room(self) -> bool:
+    @property
+    def buffers(self) -> list[_Buffer]:
         if self._buffers is None:
-            self._buffers = []
-            with suppress(RuntimeError):
-                sizes = [_PIECE] * _BUFFERS
-                self._buffers = [_Buffer(m) for m in HostBuffers(sizes, locked=True, shared=False).tensors]
-            self._turns = cycle(self._buffers)
-        return bool(self._buffers)
+            self._buffers = [_Buffer(memory) for memory in _page_locked()]
+        return self._buffers
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Bytes."""
         for own, part in zip(target.split(_PIECE), source.split(_PIECE), strict=True):
-            next(self._turns).copy(own, part)
+            self.buffers[self._next].copy(own, part)
+            self._next = (self._next + 1) % _BUFFERS
 
     def wait(self) -> None:
         for buffer in self._buffers or ():
             buffer.wait()
+
+
+def _page_locked() -> list[Tensor]:
+    try:
+        return HostBuffers([_PIECE] * _BUFFERS, locked=True, shared=False).tensors
+    except (RuntimeError, OSError):
+        return []
 
 
 class _Buffer:

@@ -29,7 +29,9 @@ from fused_optim.checkpoint.storage import checksums
 
 KILLS = int(os.environ.get("FUSED_OPTIM_TEST_KILLS", "2"))
 ASYNCHRONOUS = pytest.mark.parametrize(
-    "asynchronous", [False, pytest.param(True, marks=pytest.mark.long)], ids=["sync", "async"]
+    "asynchronous",
+    [pytest.param(asynchronous, marks=pytest.mark.long) for asynchronous in (False, True)],
+    ids=["sync", "async"],
 )
 FORMATS = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8, "store_param_remainders": True}
 

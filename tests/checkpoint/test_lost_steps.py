@@ -585,7 +585,13 @@ ENDS: dict[str, tuple[str, int, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("how", ENDS)
+# The usual run has one end of each kind.
+USUAL_ENDS = ("exit", "SIGTERM, two that save", "SIGTERM of a forked child")
+
+
+@pytest.mark.parametrize(
+    "how", [how if how in USUAL_ENDS else pytest.param(how, marks=pytest.mark.long) for how in ENDS]
+)
 def test_the_end_of_the_process(how: str, tmp_path: Path) -> None:
     code, status, saved = ENDS[how]
     folder = tmp_path / "runs"
@@ -665,6 +671,7 @@ def test_close_leaves_nothing(tmp_path: Path) -> None:
         assert groups == 0 and threads <= 1 and descriptors <= 2
 
 
+@pytest.mark.long
 def test_a_killed_writer_leaves_what_was_saved(tmp_path: Path) -> None:
     """At the first save of the next run its draft is gone."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

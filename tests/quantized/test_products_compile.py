@@ -23,7 +23,7 @@ from product_cases import RECIPES, matrix, results
 NAMES = ["tensor", "row", "row, FP8 weight gradients", "block"]
 
 
-pytestmark = pytest.mark.usefixtures("nothing_compiled")
+pytestmark = [pytest.mark.usefixtures("nothing_compiled"), pytest.mark.long]  # slow compilations
 
 
 class Block(nn.Module):

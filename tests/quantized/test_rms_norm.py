@@ -423,6 +423,7 @@ def test_checkpointing_computes_it_again(name: str, fused: list[int]) -> None:
     assert len(fused) == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["one scale", "delayed", "rows", "blocks, tiles"])
 def test_compiled(name: str, backend: str, fp8_device: str) -> None:

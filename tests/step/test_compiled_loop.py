@@ -66,6 +66,7 @@ def closure_step(model: nn.Module, optimizer: FusedAdamW, x: Tensor, clips: bool
     return optimizer.step(closure)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hooked", [False, True], ids=["", "hooked"])
 @pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
 def test_a_closure_is_compiled_as_the_loop_is(clips: bool, hooked: bool) -> None:
