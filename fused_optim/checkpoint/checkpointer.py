@@ -23,7 +23,7 @@ from fused_optim.checkpoint.extras import Stateful, check_extra, check_loadable
 from fused_optim.checkpoint.loads import CheckpointReport, Compared, LoadOptions, Loads
 from fused_optim.checkpoint.random_states import RandomStates
 from fused_optim.checkpoint.reading.leeway import Leeway, Rename
-from fused_optim.checkpoint.saves import BackgroundSaves, Save
+from fused_optim.checkpoint.saves import BackgroundSaves
 from fused_optim.checkpoint.storage.damage import Damaged, is_damage
 from fused_optim.checkpoint.storage.directory import CheckpointDirectory, Found, have_rotated
 from fused_optim.checkpoint.storage.folders import LocalFolder, PathLike, folder_at
@@ -254,8 +254,13 @@ class Checkpointer:
         except Exception as error:  # the other ranks have to know
             staged.set_exception(error)
         self._last = step
-        save = Save(step, staged, metrics)
-        self._saves.append((step, watched(self._thread.submit(self._background.run, save))))
+        save = self._background.ask(step, staged, metrics)
+        try:
+            job = self._thread.submit(self._background.run, save)
+        except BaseException:  # the system has no thread left
+            save.ended.set()
+            raise
+        self._saves.append((step, watched(job)))
 
     def _collect(self) -> dict[str, Any]:
         extra = {name: value.state_dict() for name, value in self._extra.items()}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
-from collections import defaultdict
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,18 +27,22 @@ from fused_optim.options.reading import CheckpointFormat
 from fused_optim.sharding.collective import gather, on_all_ranks, this_rank, world_size
 
 logger = logging.getLogger("fused_optim")
-# By place: what another Checkpointer of this process, which may be gone, has under way there is finished first. The
-# first rank, which changes folders, has the lock; the others wait for it.
-_writing: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+# By place, the end of the save that was asked for last: those of all Checkpointers of this process, which may be
+# gone, are made in the order in which they were asked for. The first rank, which changes folders, waits; others for it.
+_ends: dict[str, threading.Event] = {}
+_asking = threading.Lock()
+os.register_at_fork(after_in_child=_ends.clear)  # a child has none of the threads that save
 
 
 @dataclass(frozen=True)
 class Save:
-    """One that was asked for. ``staged``: the copy of the state."""
+    """One that was asked for. ``staged``: the copy of the state. ``before``: the end of an earlier one."""
 
     step: int
     staged: Future[dict[str, Any]]
     metrics: dict[str, float]
+    before: threading.Event | None
+    ended: threading.Event
     started: float = field(default_factory=time.perf_counter)
 
 
@@ -62,12 +66,27 @@ class BackgroundSaves:
         self._ranks = world_size()
         self._is_tidy = False
 
+    def ask(self, step: int, staged: Future[dict[str, Any]], metrics: dict[str, float]) -> Save:
+        """In the order in which saves are to be made: each has to be run, or its ``ended`` to be set."""
+        place, before, ended = self._directory.folder.place, None, threading.Event()
+        if this_rank() == 0:
+            with _asking:
+                before, _ends[place] = _ends.get(place), ended
+        return Save(step, staged, metrics, before, ended)
+
     def run(self, save: Save) -> str | None:
         """What went wrong, on every rank if it did on one."""
+        if save.before is not None:
+            save.before.wait()
+        try:
+            return self._run(save)
+        finally:
+            save.ended.set()
+
+    def _run(self, save: Save) -> str | None:
         doing = f"saving step {save.step} to {self._directory.folder}"
         try:
-            with _writing[self._directory.folder.place] if this_rank() == 0 else nullcontext():
-                nbytes = self._write(save, doing)
+            nbytes = self._write(save, doing)
         except (Exception, CheckpointException) as error:
             failure = f"{doing} failed: {str(error).removeprefix(f'{doing}: ')}"
             logger.error("%s", failure, exc_info=True)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import distributed
 from fused_optim import FusedAdamW
 from fused_optim.checkpoint import Checkpointer
+from fused_optim.checkpoint.saves import BackgroundSaves, Save
 
 
 def built() -> tuple[nn.Module, FusedAdamW]:
@@ -114,6 +118,51 @@ def test_what_an_earlier_one_has_under_way_is_saved(ranks: int, tmp_path: Path) 
 
 def test_on_object_stores_too() -> None:
     assert follow("memory://followed", 4) == [4, 3, 2, 1]
+
+
+def saves_late(folder: str, count: int) -> tuple[list[int], int | None]:
+    """The threads of earlier Checkpointers begin last, as those of a busy machine may."""
+    model, optimizer = built()
+    run, begun = BackgroundSaves.run, threading.Event()
+
+    def late(self: BackgroundSaves, save: Save) -> str | None:
+        if save.step == count:
+            begun.set()
+        assert begun.wait(20)
+        time.sleep(0.1 * (count - save.step))
+        return run(self, save)
+
+    with mock.patch.object(BackgroundSaves, "run", late):
+        checkpointer = None
+        for step in range(1, count + 1):
+            checkpointer = Checkpointer(model, optimizer, folder, keep=None, sigterm=False)
+            gc.collect()
+            train(model, optimizer)
+            checkpointer.save(step)
+        assert checkpointer is not None
+        checkpointer.wait()
+    return checkpointer.steps(), checkpointer.load_latest()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_saves_are_made_in_the_order_in_which_they_were_asked_for(ranks: int, tmp_path: Path) -> None:
+    for found in distributed.run(ranks, saves_late, str(tmp_path), 3, timeout=30):
+        assert found == ([3, 2, 1], 3)
+
+
+def test_on_object_stores_in_that_order() -> None:
+    assert saves_late("memory://in_order", 3) == ([3, 2, 1], 3)
+
+
+def test_a_save_that_cannot_begin_leaves_no_other_waiting(tmp_path: Path) -> None:
+    model, optimizer = built()
+    with Checkpointer(model, optimizer, tmp_path, sigterm=False) as checkpointer:
+        no_thread = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
+        with no_thread, pytest.raises(RuntimeError, match="new thread"):
+            checkpointer.save(1)
+        checkpointer.save(2)
+        checkpointer.wait()
+        assert 2 in checkpointer.steps()
 
 
 # --- ranks that do not do the same ------------------------------------------------------------------------------------
