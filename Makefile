@@ -160,7 +160,7 @@ $(VENV)/.installed: $(VENV)/.torch $(ENGINE_SOURCES) setup.py pyproject.toml
 
 # Nothing is built again, and the torch that is there stays. Builds of torch for CPUs come without triton.
 $(VENV)/.integrations: pyproject.toml $(VENV)/.torch
-	@$(BIN)/python -c 'import torch; print(f"torch=={torch.__version__}")' > $(VENV)/torch-constraint.txt
+	@$(BIN)/python -c 'from importlib.metadata import version; print("torch", version("torch"), sep="==")' > $(VENV)/torch-constraint.txt
 	$(PIP) install -c $(VENV)/torch-constraint.txt $$($(BIN)/python -c 'import tomllib; \
 	    extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	    print(*extras["megatron-core"], *extras["megatron-fsdp"], *extras["frameworks"])')
