@@ -254,13 +254,7 @@ class Checkpointer:
         except Exception as error:  # the other ranks have to know
             staged.set_exception(error)
         self._last = step
-        save = self._background.ask(step, staged, metrics)
-        try:
-            job = self._thread.submit(self._background.run, save)
-        except BaseException:  # the system has no thread left
-            save.ended.set()
-            raise
-        self._saves.append((step, watched(job)))
+        self._saves.append((step, watched(self._background.submit(self._thread, step, staged, metrics))))
 
     def _collect(self) -> dict[str, Any]:
         extra = {name: value.state_dict() for name, value in self._extra.items()}

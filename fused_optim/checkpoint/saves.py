@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,8 +66,19 @@ class BackgroundSaves:
         self._ranks = world_size()
         self._is_tidy = False
 
-    def ask(self, step: int, staged: Future[dict[str, Any]], metrics: dict[str, float]) -> Save:
-        """In the order in which saves are to be made: each has to be run, or its ``ended`` to be set."""
+    def submit(
+        self, pool: Executor, step: int, staged: Future[dict[str, Any]], metrics: dict[str, float]
+    ) -> Future[str | None]:
+        """In the order in which saves are to be made. What :meth:`run` returns, later."""
+        save = self._in_line(step, staged, metrics)
+        try:
+            return pool.submit(self.run, save)
+        except BaseException:  # the system has no thread left
+            save.ended.set()
+            raise
+
+    def _in_line(self, step: int, staged: Future[dict[str, Any]], metrics: dict[str, float]) -> Save:
+        """After those there that were asked for before. It has to be run, or its ``ended`` to be set."""
         place, before, ended = self._directory.folder.place, None, threading.Event()
         if this_rank() == 0:
             with _asking:

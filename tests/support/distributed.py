@@ -215,6 +215,7 @@ def _serve(rank: int, connection: Connection, world_size: int, device_type: str,
     with Path(folder, f"stack{rank}").open("w") as stack, contextlib.suppress(EOFError):
         while True:
             body, args, timeout, keep = pickle.loads(connection.recv_bytes())
+            torch.manual_seed(0)  # models that are built without a seed are the same on all ranks
             torch.set_num_threads(1)  # each time: packages set it, and sums of torch's go by it
             _end_groups(keep)  # now that every rank has answered
             faulthandler.dump_traceback_later(timeout, file=stack)
