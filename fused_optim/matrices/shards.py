@@ -24,7 +24,7 @@ from fused_optim.matrices.passes import DESCENT, MOMENTUM, after_matrices, befor
 from fused_optim.memory.by_parameter import reference_to
 from fused_optim.memory.layout import MASTER, StateLayout
 from fused_optim.rule import Hyper, Orthogonalization, Rule
-from fused_optim.sharding.collective import mesh_order
+from fused_optim.sharding.collective import by_mesh
 from fused_optim.sharding.dtensor import largest_shard
 
 # Of what a rank sends of a bucket and gets back. The matrices that it owns take as much again.
@@ -224,33 +224,30 @@ def in_buckets(params: dict[int, Tensor], kinds: Sequence[Kind]) -> list[Bucket]
     """
     here = {i: param for i, param in params.items() if _is_here(param)}
     work: dict[DeviceMesh | None, list[int]] = {}
-    return [(sorted(bucket), _on_meshes(dict(sorted(bucket.items())), kinds, work)) for bucket in cut(here)]
+    return [(sorted(bucket), _by_dtypes(mesh, bucket, kinds, work)) for mesh, bucket in cut(here)]
 
 
-def cut(params: Mapping[int, Tensor]) -> list[dict[int, Tensor]]:
-    """Parameters by the bucket that they are in, each of one mesh. At least one, which may be empty.
+def cut(params: Mapping[int, Tensor]) -> list[tuple[DeviceMesh | None, dict[int, Tensor]]]:
+    """Parameters by the bucket that they are in, and the bucket's mesh. At least one, which may be empty.
 
     Cut by global shapes, and each mesh by itself: the same on all ranks of a mesh, whatever else they hold. Experts may
     be more on some ranks than on others.
     """
-    meshes: dict[DeviceMesh | None, dict[int, Tensor]] = {}
-    for i, param in params.items():
-        meshes.setdefault(param.device_mesh if isinstance(param, DTensor) else None, {})[i] = param
-    ordered = sorted(meshes.items(), key=lambda each: mesh_order(each[0]))
-    return [bucket for _, members in ordered for bucket in _cut_on_one(members)] or [{}]
+    found = [(mesh, bucket) for mesh, members in by_mesh(params) for bucket in _cut_on_one(mesh, members)]
+    return found or [(None, {})]
 
 
-def _cut_on_one(params: Mapping[int, Tensor]) -> list[dict[int, Tensor]]:
+def _cut_on_one(mesh: DeviceMesh | None, params: Mapping[int, Tensor]) -> list[dict[int, Tensor]]:
     """Those of one size are in as few buckets as can be: the more matrices are orthogonalized together, the better they
     fill a GPU. Sizes are the mean of all ranks; where shards are uneven, nobody holds more than ``MOST_TO_MEAN`` times
     a bucket.
     """
-    is_sharded = any(isinstance(param, DTensor) and param.device_mesh.size() > 1 for param in params.values())
-    most = BUCKET_BYTES // 2 if is_sharded else BUCKET_BYTES  # parts of three are there at once
+    ranks = 1 if mesh is None else mesh.size()
+    most = BUCKET_BYTES // 2 if ranks > 1 else BUCKET_BYTES  # parts of three are there at once
     buckets: list[dict[int, Tensor]] = [{}]
     mean = largest = 0.0
     for i, param in sorted(params.items(), key=lambda numbered: (sorted(numbered[1].shape[-2:]), numbered[0])):
-        own = 4 * param.numel() / (param.device_mesh.size() if isinstance(param, DTensor) else 1)
+        own = 4 * param.numel() / ranks
         held = 4 * largest_shard(param)
         if mean and (mean + own > most or largest + held > MOST_TO_MEAN * most):
             buckets.append({})
@@ -266,17 +263,19 @@ def _is_here(param: Tensor) -> bool:
     return not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is not None
 
 
-def _on_meshes(
-    bucket: dict[int, Tensor], kinds: Sequence[Kind], work: dict[DeviceMesh | None, list[int]]
+def _by_dtypes(
+    mesh: DeviceMesh | None,
+    bucket: Mapping[int, Tensor],
+    kinds: Sequence[Kind],
+    work: dict[DeviceMesh | None, list[int]],
 ) -> list[OnMesh]:
     """In one order on all ranks. ``work``: of ranks so far, added to."""
-    found: dict[tuple[DeviceMesh | None, Dtypes], dict[int, Tensor]] = {}
-    for i, param in bucket.items():
-        mesh = param.device_mesh if isinstance(param, DTensor) else None
-        found.setdefault((mesh, kinds[i].dtypes), {})[i] = param
+    found: dict[Dtypes, dict[int, Tensor]] = {}
+    for i, param in sorted(bucket.items()):
+        found.setdefault(kinds[i].dtypes, {})[i] = param
     splits = [kind.splits for kind in kinds]
     made: list[OnMesh] = []
-    for (mesh, dtypes), members in sorted(found.items(), key=lambda each: mesh_order(each[0][0])):
+    for dtypes, members in found.items():
         busy = work.get(mesh)
         on_mesh = MatricesOnMesh(members, splits, mesh, busy)
         work[mesh] = on_mesh.work if busy is None else [a + b for a, b in zip(on_mesh.work, busy, strict=True)]

@@ -197,6 +197,14 @@ def meshes_of(params: Iterable[Tensor]) -> list[DeviceMesh]:
     return sorted(own, key=mesh_order) if len(own) > 1 else own
 
 
+def by_mesh(params: Mapping[int, Tensor]) -> list[tuple[DeviceMesh | None, dict[int, Tensor]]]:
+    """Parameters, by their numbers, with the mesh that they are on: meshes in one order on all ranks."""
+    found: dict[DeviceMesh | None, dict[int, Tensor]] = {}
+    for i, param in params.items():
+        found.setdefault(param.device_mesh if isinstance(param, DTensor) else None, {})[i] = param
+    return sorted(found.items(), key=lambda each: mesh_order(each[0]))
+
+
 def mesh_order(mesh: DeviceMesh | None) -> tuple[tuple[str, ...], list[int]]:
     """What meshes are sorted by: ranks meet in one order, whichever they have their parameters in.
 

@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from fused_optim.matrices.exchange import Dtypes, MatricesOnMesh
 from fused_optim.matrices.orthogonalize import orthogonalize
 from fused_optim.matrices.owners import Matrix
 from fused_optim.rule import Orthogonalization
-from fused_optim.sharding.collective import mesh_group, mesh_order
+from fused_optim.sharding.collective import by_mesh, mesh_group
 
 
 def sigma_errors(
@@ -26,11 +25,8 @@ def sigma_errors(
     ``params``: the same ones on all ranks of their meshes, over which this is a collective. ``updates``: local values
     that are to be orthogonalized, of those with a gradient. ``how``: of each parameter, without a scale.
     """
-    by_mesh: dict[DeviceMesh | None, dict[int, Tensor]] = {}
-    for i, param in enumerate(params):
-        by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, {})[i] = param
     found: dict[int, float] = {}
-    for mesh, members in sorted(by_mesh.items(), key=lambda each: mesh_order(each[0])):
+    for mesh, members in by_mesh(dict(enumerate(params))):
         if mesh is not None and mesh.get_coordinate() is None:  # of other ranks
             continue
         sums = _sums(mesh, members, updates, how)

@@ -132,10 +132,9 @@ def _buckets_of_matrices(store: StateStore) -> dict[Tensor, int]:
     counts: Counter[DeviceMesh | None] = Counter()
     found: dict[Tensor, int] = {}
     for key in sorted(parts, key=str):  # as plans have them
-        for bucket in cut(parts[key]):
-            for mesh in {param.device_mesh if isinstance(param, DTensor) else None for param in bucket.values()}:
-                found |= dict.fromkeys(bucket.values(), counts[mesh])
-                counts[mesh] += 1
+        for mesh, bucket in cut(parts[key]):
+            found |= dict.fromkeys(bucket.values(), counts[mesh])
+            counts[mesh] += 1
     return found
 
 
