@@ -73,7 +73,6 @@ def test_ranks_share_a_batch(tmp_path: Path) -> None:
     assert [*skipped.values()] == ["takes no DTensors"] and skipped.keys() <= RUNS.keys()
 
 
-@pytest.mark.usefixtures("forked_python")
 def test_the_error_of_a_rank_is_named() -> None:
     """Rather than torchrun's, which says that there was one."""
     rank = "[rank1]: ValueError: expected a matrix\n[rank1]: at line 3\n"
@@ -84,6 +83,7 @@ def test_the_error_of_a_rank_is_named() -> None:
     assert (end_to_end.error_in("killed\n"), end_to_end.error_in("")) == ("killed", "no output")
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_reports_are_merged(tmp_path: Path) -> None:
     """In the order of the table; of one that failed somewhere the run that did not."""
     names = [*RUNS][:3]

@@ -27,12 +27,9 @@ from distributed import Part, assert_same, join_all, part, shard_like
 from fused_optim import FusedAdamW, load_optimizer_checkpoint, write_checksums
 from fused_optim.checkpoint.storage import checksums
 
+pytestmark = pytest.mark.long
 KILLS = int(os.environ.get("FUSED_OPTIM_TEST_KILLS", "2"))
-ASYNCHRONOUS = pytest.mark.parametrize(
-    "asynchronous",
-    [pytest.param(asynchronous, marks=pytest.mark.long) for asynchronous in (False, True)],
-    ids=["sync", "async"],
-)
+ASYNCHRONOUS = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 FORMATS = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8, "store_param_remainders": True}
 
 

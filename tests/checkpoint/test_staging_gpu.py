@@ -18,7 +18,8 @@ import cases
 from distributed import assert_same
 from fused_optim import FusedAdam, FusedLion, enable_gradient_release
 from fused_optim.checkpoint import PinnedStager, wait_for_copies
-from fused_optim.memory import copies
+from fused_optim.memory import copies, host_memory
+from fused_optim.memory.host_memory import room
 from fused_optim.quantized import quantize_model_
 from native_cases import tensors_of, trained
 from quantized_cases import RECIPES
@@ -326,6 +327,17 @@ def test_the_memory_is_page_locked_and_kept() -> None:
         addresses.append(staged["model"]["conv"].data_ptr())
         del staged
     assert len(set(addresses)) <= 2
+
+
+def test_memory_that_is_locked_already_leaves_no_error_behind() -> None:
+    """For the next kernel that torch launches."""
+    tensor = room((1 << 20,), torch.float32).fill_(1.0)
+    host_memory._lock(tensor)
+    with pytest.raises(RuntimeError, match="cannot be page-locked"):
+        host_memory._lock(tensor)
+    assert (torch.arange(3, device=DEVICE) + 1).tolist() == [1, 2, 3] and tensor.is_pinned()
+    host_memory._unlock(tensor.data_ptr())
+    assert not tensor.is_pinned()
 
 
 @pytest.mark.parametrize("shared", [False, True])

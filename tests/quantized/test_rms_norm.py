@@ -428,8 +428,6 @@ def test_checkpointing_computes_it_again(name: str, fused: list[int]) -> None:
 @pytest.mark.parametrize("name", ["one scale", "delayed", "rows", "blocks, tiles"])
 def test_compiled(name: str, backend: str, fp8_device: str) -> None:
     """As one graph, with the same results in the second pass and later."""
-    if fp8_device == "cpu" and name not in ("delayed", "rows"):
-        pytest.skip("takes long: the others run on GPUs")
     torch._dynamo.reset()
     block = block_of(RECIPES[name], fp8_device)
     other = copy.deepcopy(block)
