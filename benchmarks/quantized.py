@@ -157,7 +157,7 @@ def phases(
 def training_ms(
     model: nn.Module, optimizer: torch.optim.Optimizer, args: argparse.Namespace, device: torch.device
 ) -> float:
-    """Of a whole step where nothing is waited for between steps, as in training."""
+    """Of a whole step where nothing is waited for between steps, as in training: the median of three rounds."""
     x = torch.randn(args.batch, args.width, device=device).bfloat16()
 
     def train() -> None:
@@ -168,7 +168,8 @@ def training_ms(
 
     for _ in range(args.warmup):
         train()
-    return milliseconds(lambda: [train() for _ in range(args.steps)], device) / args.steps
+    rounds = [milliseconds(lambda: [train() for _ in range(args.steps)], device) for _ in range(3)]
+    return statistics.median(rounds) / args.steps
 
 
 def measure(convert: Convert, way: str, args: argparse.Namespace, device: torch.device) -> dict[str, float]:
