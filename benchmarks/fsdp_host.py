@@ -97,14 +97,14 @@ def training(model: nn.Sequential, width: int) -> Callable[[], None]:
     return run
 
 
-def stand_in(a: Codes, b: Codes, bias: Tensor | None) -> Tensor:
+def stand_in(a: Codes, b: Codes, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """One kernel, as a GPU runs it; its values do not matter."""
-    return nn.functional.linear(zeros(*a.data.shape), zeros(*b.data.shape))
+    return nn.functional.linear(zeros(*a.data.shape, dtype), zeros(*b.data.shape, dtype))
 
 
 @functools.cache
-def zeros(rows: int, columns: int) -> Tensor:
-    return torch.zeros(rows, columns, dtype=torch.bfloat16)
+def zeros(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(rows, columns, dtype=dtype)
 
 
 def microseconds(runs: dict[str, Callable[[], None]], weights: int, repeats: int) -> dict[str, dict[str, float]]:

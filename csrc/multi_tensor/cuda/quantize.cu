@@ -294,7 +294,7 @@ struct StoredTile {
             if (tile.corner % 32 == 0 && tile.w.columns % 32 == 0) {
                 marker.row(first, words[k], fresh);
             } else {
-                marker.set(marker.marks.codes, first, marker.differing(words[k], fresh));
+                marker.set(marker.marks.codes, first, differing_bytes(words[k], fresh));
             }
         }
     }

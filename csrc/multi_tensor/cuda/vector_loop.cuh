@@ -100,7 +100,7 @@ struct StoreWeight {
     const float* values;
     float absmax;     // infinity or NaN if some value is
     uint32_t finite;  // bits of the largest finite magnitude
-    const Earlier& earlier;
+    Earlier& earlier;
 
     template <class Codec>
     __device__ __forceinline__ void operator()(Codec) const {
@@ -131,14 +131,14 @@ struct StoreWeight {
     __device__ __forceinline__ void encode(float inverse) const {
         uint32_t words[2];
         encode_group8<Codec>(words, values, inverse, absmax);
-        if constexpr (tracked) mark_codes(element, earlier, words);
+        if constexpr (tracked) earlier.changed = changed_codes(earlier.codes, words);
         store<1>(words, view.param, element);
     }
 };
 
 template <bool tracked>
 __device__ __forceinline__ void store_weight(const View& view, uint32_t element, const float* values,
-                                             const Earlier& earlier) {
+                                             Earlier& earlier) {
     const float absmax = thread_absmax<kVector>(values);
     const uint32_t finite = magnitudes_of<kVector>(values, absmax).finite;
     if (view.absmax) {
@@ -164,7 +164,7 @@ __device__ __forceinline__ void store_float16_master(const View& view, uint32_t 
 template <class Formats>
 __device__ __forceinline__ void store_param(const View& view, uint32_t element, const float* before, float* values,
                                             uint32_t group8, const Rounding& rounding, float* master_scale,
-                                            const Earlier& earlier) {
+                                            Earlier& earlier) {
     if constexpr (Formats::master == Master::kParameter) {
         store<true>(values, group8, rounding, view.param_type(), view.param, element);
     } else if constexpr (!is_remainder(Formats::master)) {
@@ -323,7 +323,7 @@ struct Values {
 
 template <class Formats>
 __device__ __forceinline__ void update_vector(const View& view, const Scalars& scalars, Values<Formats>& values,
-                                              uint32_t element, const Earlier& earlier) {
+                                              uint32_t element, Earlier& earlier) {
     constexpr int square = square_state(Formats::rule);
     Format formats[state_places(Formats::rule)];
     each_state<Formats::rule>(
@@ -345,7 +345,7 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
     store_param<Formats>(view, element, before, param, group8, scalars.rounding, master_scale, earlier);
     if constexpr (Formats::tracked) {
         if (!Formats::has_weights || !view.info.quantized) {
-            mark_values(master, view.param_type(), element, before, param, group8, scalars.rounding, earlier.marked);
+            earlier.changed = changed_group8(master, view.param_type(), before, param, group8, scalars.rounding);
         }
     }
     each_state<Formats::rule>([&](auto state) {
@@ -416,7 +416,7 @@ struct CopyWeightScales {
 
 template <class Formats>
 __device__ __forceinline__ void update_elements(const View& view, const Scalars& scalars, Values<Formats>& values,
-                                                uint32_t element, const Earlier& earlier) {
+                                                uint32_t element, Earlier& earlier) {
     update_vector<Formats>(view, scalars, values, element, earlier);
     if (block->scalars.writes_gradient) store_unscaled(view, scalars, element);
 }
@@ -430,39 +430,92 @@ __device__ __forceinline__ void loop_loading(const View& view, const Scalars& sc
         Values<Formats> values;
         values.decode_all(view, raw, element);
         update_elements<Formats>(view, scalars, values, element, raw.earlier);
+        if constexpr (Formats::tracked) mark_group8<Formats::has_weights>(view, element, raw.earlier);
     }
 }
 
-// The bits that are set already of a thread's elements in all tiles of a chunk: all are read at once, since a read in
-// the loop would hold up the tiles behind it.
+// The bits of a thread's elements in all tiles of a chunk: a byte of each tile. They are written at once, a warp's 32 of a
+// tile side by side. Those that are set already come through the ring, as a tile behind the last one.
 template <int tiles>
 struct MarksOfChunk {
-    static_assert(tiles % 4 == 0, "whole words");
+    static_assert(tiles % 4 == 0 && tiles <= 16, "whole words; a lane for each half of a tile's");
     uint32_t words[tiles / 4]{};
 
-    __device__ __forceinline__ explicit MarksOfChunk(const View& view) {
-        if (!keeps_marks()) return;
+    // The turn of a tile to be copied; `memory` is the warp's alone.
+    __device__ __forceinline__ static void fetch(const View& view, uint32_t tile, char* memory) {
+        if (tile != tiles || !in_rows(view) || !keeps_marks() || row() >= kRows) return;
+        copy_async<sizeof(uint4)>(memory + row() * sizeof(uint4), row_address());
+    }
+
+    // What the update has found in the next tile.
+    __device__ __forceinline__ void put(uint32_t changed) {
 #pragma unroll
-        for (int k = 0; k < tiles; ++k) {
-            const uint32_t element = threadIdx.x * kVector + k * kTile;
-            if (element < view.vector_count) words[k / 4] |= uint32_t{*marks_of_group8(element)} << 8 * (k % 4);
+        for (int i = 0; i < tiles / 4; ++i) {
+            words[i] = __funnelshift_r(words[i], i + 1 < tiles / 4 ? words[i + 1] : changed, 8);
         }
     }
 
-    // Those of the next tile.
-    __device__ __forceinline__ uint32_t next() {
-        const uint32_t found = words[0] & 0xFFu;
+    // After the last tile. `earlier`: what fetch() has brought; `memory`: more that is the warp's alone.
+    template <bool has_weights>
+    __device__ __forceinline__ void write(const View& view, const char* earlier, char* memory) {
+        if (!marks_elements<has_weights>(view)) return;
+        in_rows(view) ? write_rows(earlier, memory) : write_bytes(view);
+    }
+
+private:
+    static constexpr uint32_t kRowsPerTile = kWarp / sizeof(uint4), kRows = tiles * kRowsPerTile;
+
+    // Whether the chunk does not end early, and its bits are aligned.
+    __device__ __forceinline__ static bool in_rows(const View& view) {
+        return view.vector_count == tiles * kTile && changes_of_chunk.elements % sizeof(uint4) == 0;
+    }
+    __device__ __forceinline__ static uint32_t row() { return threadIdx.x % kWarp; }
+    __device__ __forceinline__ static uint64_t row_address() {
+        return changes_of_chunk.elements + (threadIdx.x - row()) + row() / kRowsPerTile * (kTile / kVector) +
+               row() % kRowsPerTile * sizeof(uint4);
+    }
+    __device__ __forceinline__ static uint32_t element_of(int tile) { return threadIdx.x * kVector + tile * kTile; }
+    __device__ __forceinline__ uint8_t of_tile(int tile) const {
+        return static_cast<uint8_t>(words[tile / 4] >> 8 * (tile % 4));
+    }
+
+    __device__ __forceinline__ void write_rows(const char* earlier, char* memory) const {
 #pragma unroll
-        for (int i = 0; i < tiles / 4; ++i) {
-            words[i] = __funnelshift_r(words[i], i + 1 < tiles / 4 ? words[i + 1] : 0u, 8);
+        for (int k = 0; k < tiles; ++k) memory[k * kWarp + threadIdx.x % kWarp] = static_cast<char>(of_tile(k));
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        __syncwarp();
+        if (row() >= kRows) return;
+        uint4 found = reinterpret_cast<const uint4*>(memory)[row()];
+        if (!changes_of_chunk.overwrites) {
+            const uint4 marked = reinterpret_cast<const uint4*>(earlier)[row()];
+            const uint32_t added = (found.x & ~marked.x) | (found.y & ~marked.y) | (found.z & ~marked.z) |
+                                   (found.w & ~marked.w);
+            if (!added) return;
+            found.x |= marked.x, found.y |= marked.y, found.z |= marked.z, found.w |= marked.w;
         }
-        return found;
+        *reinterpret_cast<uint4*>(row_address()) = found;
+    }
+
+    // Tiles that the chunk lacks turn the words as those that it has.
+    __device__ __forceinline__ void write_bytes(const View& view) {
+        uint32_t count = 0;
+        while (count < tiles && element_of(count) < view.vector_count) ++count;
+        for (uint32_t k = count; k < tiles; ++k) put(0);
+#pragma unroll
+        for (int k = 0; k < tiles; ++k) {
+            if (k >= count) return;
+            uint8_t* const target = marks_of_group8(element_of(k));
+            const uint32_t marked = changes_of_chunk.overwrites ? 0u : *target;
+            if (changes_of_chunk.overwrites || of_tile(k) & ~marked) *target = static_cast<uint8_t>(of_tile(k) | marked);
+        }
     }
 };
 
 struct NoMarks {
-    __device__ __forceinline__ explicit NoMarks(const View&) {}
-    __device__ __forceinline__ uint32_t next() { return 0; }
+    __device__ __forceinline__ static void fetch(const View&, uint32_t, char*) {}
+    __device__ __forceinline__ void put(uint32_t) {}
+    template <bool has_weights>
+    __device__ __forceinline__ void write(const View&, const char*, char*) {}
 };
 
 template <class Formats>
@@ -470,20 +523,24 @@ using Marks = std::conditional_t<Formats::tracked, MarksOfChunk<Pace<Formats>::k
 
 // The next tiles are on their way while one is updated.
 template <class Formats, bool usual>
-__device__ __forceinline__ void loop_staged(const View& view, const Scalars& scalars, Ring<Formats, usual> ring,
-                                            Marks<Formats> marks) {
+__device__ __forceinline__ void loop_staged(const View& view, const Scalars& scalars, Ring<Formats, usual> ring) {
+    Marks<Formats> marks;
     uint32_t stage = 0;
 #pragma unroll 1
     for (uint32_t element = threadIdx.x * kVector; element < view.vector_count; element += kTile) {
         Raw<Formats, OrderedPacket> raw;
         ring.take_tile(raw, stage);
-        raw.earlier.marked = marks.next();
         Values<Formats> values;
         values.decode_all(view, raw, element);
-        ring.fetch_tile(element + ring.kStages * kTile, stage);
+        const uint32_t ahead = element + ring.kStages * kTile;
+        marks.fetch(view, ahead / kTile, ring.of_stage(stage));
+        ring.fetch_tile(ahead, stage);
         update_elements<Formats>(view, scalars, values, element, raw.earlier);
+        marks.put(raw.earlier.changed);
         stage = stage + 1 == ring.kStages ? 0 : stage + 1;
     }
+    constexpr uint32_t behind = Pace<Formats>::kTilesPerChunk % ring.kStages;  // where the tile behind the last one lies
+    marks.template write<Formats::has_weights>(view, ring.of_stage(behind), ring.of_stage((behind + 1) % ring.kStages));
 }
 
 template <class Formats, bool usual>
@@ -495,10 +552,9 @@ __device__ __forceinline__ void loop_over_chunk(const View& view) {
         for (uint32_t stage = 0; stage < ring.kStages; ++stage) {
             ring.fetch_tile(threadIdx.x * kVector + stage * kTile, stage);
         }
-        const Marks<Formats> marks{view};
         read_scales<Formats>(view, blocks);
         __syncthreads();
-        loop_staged<Formats, usual>(view, scalars, ring, marks);
+        loop_staged<Formats, usual>(view, scalars, ring);
     } else {
         read_scales<Formats>(view, blocks);
         __syncthreads();

@@ -13,12 +13,6 @@ template <bool tracked>
 struct Marker {
     WeightMarks marks;
 
-    // Bit i: whether byte i of two words is another one.
-    __device__ __forceinline__ static uint32_t differing(uint32_t before, uint32_t after) {
-        constexpr uint32_t kGather = 0x01020408u;  // brings the lowest bits of four bytes together in the highest byte
-        return (__vsetne4(before, after) * kGather >> 24) & 0xFu;
-    }
-
     // Sets up to eight bits from `first` on, whose words other threads have bits in.
     __device__ __forceinline__ static void set(uint64_t bits, uint64_t first, uint32_t changed) {
         if (!changed) return;
@@ -52,7 +46,7 @@ struct Marker {
     // Words of four bytes, side by side in the lanes of a warp from a multiple of 32 bytes on. Every lane calls it.
     __device__ __forceinline__ void row(uint64_t first, uint32_t before, uint32_t fresh) const {
         if constexpr (tracked) {
-            uint32_t word = differing(before, fresh) << 4 * (threadIdx.x & 7);
+            uint32_t word = differing_bytes(before, fresh) << 4 * (threadIdx.x & 7);
 #pragma unroll
             for (int step = 1; step < 8; step *= 2) word |= __shfl_xor_sync(kAllLanes, word, step);
             if (word && (threadIdx.x & 7) == 0) {
@@ -82,9 +76,9 @@ struct StoredGroup8 {
     __device__ __forceinline__ void mark(const Marker<tracked>& marker, uint64_t group8, const uint32_t* fresh) const {
         if constexpr (tracked) {
             if (!marker.marks.codes) return;
-            const uint32_t low = marker.differing(words[0], fresh[0]);
+            const uint32_t low = differing_bytes(words[0], fresh[0]);
             if constexpr (kWords == 2) {
-                const uint32_t changed = low | marker.differing(words[1], fresh[1]) << 4;
+                const uint32_t changed = low | differing_bytes(words[1], fresh[1]) << 4;
                 uint8_t* const bits = reinterpret_cast<uint8_t*>(marker.marks.codes) + group8;
                 if (changed) *bits |= static_cast<uint8_t>(changed);
             } else {
