@@ -3,6 +3,9 @@
 What is larger than a measured size that gains, in rows, inputs and outputs, or equal, gains too, since casts grow less
 than products. Nothing is known of sizes that no measured one is smaller than, nor of GPUs of other compute
 capabilities.
+
+Times of linear layers are the GPU's. Where they are shorter than the host's, the host limits a step, and products in
+FP8 take it longer than others: ``compute="auto"`` leaves those to BF16 (:data:`HOST_MS`).
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from fused_optim.quantized.recipes import ProductFormat
 
 TABLE = Path(__file__).with_name("measured_sizes.json")
 CAPABILITY = (9, 0)  # of the GPU that it was measured on
+# What a layer with products in FP8 takes a host, forward and backward, at the least: under FSDP2 it was 1.1 ms and more.
+HOST_MS = 0.5
 
 Part = Literal["sizes", "experts"]  # of the table: linear layers, and those of experts with so many rows each
 Instead = Literal["BF16", "decoded"]  # products with plain weights, and with quantized ones that are decoded
@@ -40,8 +45,12 @@ def kind_of(format: ProductFormat, keeps_weights: bool = False) -> str:
 
 
 @functools.cache
-def gaining_sizes(kind: str, instead: str, part: Part = "sizes", table: Path = TABLE) -> tuple[Size, ...]:
+def gaining_sizes(
+    kind: str, instead: str, part: Part = "sizes", table: Path = TABLE, least_ms: float = 0.0
+) -> tuple[Size, ...]:
     """The measured sizes at which products of a kind took less time than those of another, forward and backward.
+
+    ``least_ms``: only where the others took as long.
 
     Raises KeyError where the table has no times of them.
     """
@@ -49,7 +58,7 @@ def gaining_sizes(kind: str, instead: str, part: Part = "sizes", table: Path = T
     timed = [(row, time) for row in rows if (time := _time(row, kind)) is not None]
     if not timed:
         raise KeyError(kind)
-    gained = [row for row, time in timed if instead in row and time < row[instead]]
+    gained = [row for row, time in timed if instead in row and time < row[instead] and row[instead] >= least_ms]
     return tuple(Size(row["rows"], row["inputs"], row["outputs"]) for row in gained)
 
 
@@ -70,7 +79,8 @@ def least_rows(kind: str, weight: tuple[int, ...], part: Part, instead: str) -> 
     """From how many rows on products with such a weight gain, by the package's table; None: at no known number."""
     outputs, inputs = weight
     try:
-        known = gaining_sizes(kind, instead, part)
+        # Experts were measured with the host's time.
+        known = gaining_sizes(kind, instead, part, least_ms=HOST_MS if part == "sizes" else 0.0)
     except KeyError:
         return None
     return min((size.rows for size in known if size.inputs <= inputs and size.outputs <= outputs), default=None)
