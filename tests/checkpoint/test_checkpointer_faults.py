@@ -76,7 +76,21 @@ def change_step(path: Path) -> None:
     path.write_text(path.read_text().replace('"step": 4', '"step": 9'))
 
 
+FILES = {
+    "manifest": MANIFEST,
+    "metadata": ".metadata",
+    "tensors": "__0_0.distcp",
+    "checksums": "fused_optim_checksums.json",
+}
+
+
+def make_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 DAMAGES: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    **{f"a folder for the {name}": (file, make_folder) for name, file in FILES.items()},
     "torn manifest": (MANIFEST, truncate),
     "empty manifest": (MANIFEST, lambda path: path.write_bytes(b"")),
     "another manifest": (MANIFEST, lambda path: path.write_text("[]")),

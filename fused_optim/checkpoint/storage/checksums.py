@@ -30,7 +30,7 @@ FILE = "fused_optim_checksums.json"
 VERSION = 1
 
 Range = tuple[str, int, int]  # file, start, length
-_Sum = str | FileNotFoundError | EOFError  # a checksum, or why there is none
+_Sum = str | FileNotFoundError | EOFError | Damaged  # a checksum, or why there is none
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _sum_up(folder: Folder, ranges: Iterable[Range], unwanted: threading.Event |
             raise CancelledError
         try:
             return f"{opened.crc32(*bytes_):08x}"
-        except (FileNotFoundError, EOFError) as error:
+        except (FileNotFoundError, EOFError, Damaged) as error:
             return error
 
     listed = sorted(ranges, key=lambda each: each[2], reverse=True)  # no large one is left to a single thread
@@ -193,6 +193,8 @@ def _crc(folder: Folder, item: _Item, found: _Sum) -> str:
     text = f"{max((folder.size(file) or 0) - start, 0)}: the file is truncated"
     if isinstance(found, FileNotFoundError):
         text = f"none: {found.strerror or 'no such file'}"
+    if isinstance(found, Damaged):
+        text = f"none: {found}"
     raise ValueError(f"{item}: expected {length} bytes, found {text}")
 
 

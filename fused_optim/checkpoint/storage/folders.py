@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 from fused_optim.backends.checksum import crc32, crc32_of_file
+from fused_optim.checkpoint.storage.damage import Damaged
 
 logger = logging.getLogger("fused_optim")
 
@@ -150,8 +151,8 @@ class LocalFolder:
     def _opened(self, name: str) -> int:
         """A descriptor for reading.
 
-        Raises ValueError for links that lead outside of the folder, whose own name may be one, and for what is no
-        file, such as a pipe, for whose writer one would wait for ever.
+        Raises ValueError for links that lead outside of the folder, whose own name may be one, and Damaged for what is
+        no file, such as a pipe, for whose writer one would wait for ever.
         """
         path = os.path.join(self.path, name)
         if os.path.islink(path) or os.path.dirname(name):
@@ -162,7 +163,7 @@ class LocalFolder:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise ValueError(f"{path}: expected a file, found something else")
+            raise Damaged(f"{path}: expected a file, found something else")
         return descriptor
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
