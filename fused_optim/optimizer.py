@@ -346,9 +346,9 @@ class ShardedOptimizer(Publisher):
     def sync_params_from_master(self) -> None:
         """Write every parameter again from its master, rounded to nearest. Histories of scales stay as they are.
 
-        A collective where quantized parameters have a scale for all of their shards.
+        A collective where quantized parameters have one scale for all shards. RuntimeError where their order differs.
         """
-        self.store.sync_params()
+        self.stepper.sync_params()
 
     @between_graphs
     @ungraded

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fused_optim.adapters import needs_collective
 from fused_optim.backends import is_capturing
 from fused_optim.options.checks import describe
 from fused_optim.sharding.collective import (
@@ -225,6 +226,15 @@ class Agreement:
             )
         self._gradients[mesh] = list(gradients)
         return None
+
+
+def agree_on_params(store: StateStore) -> None:
+    """Before something is sent, outside of steps, of each parameter that needs it: a collective where some do.
+
+    Raises RuntimeError on all ranks where they have other parameters, or the same ones in another order.
+    """
+    if any(map(needs_collective, store.params)):
+        Agreement(lambda: store.params).reach(Own(facts=facts_of(store)))
 
 
 def _different(texts: Sequence[str]) -> str:

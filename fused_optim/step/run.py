@@ -24,7 +24,7 @@ from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.state.groups import Group
 from fused_optim.state.store import StateStore
 from fused_optim.state.summary import choices_without_effect
-from fused_optim.step.agreement import Agreement, Own
+from fused_optim.step.agreement import Agreement, Own, agree_on_params
 from fused_optim.step.buckets import NO_SCALER, Buckets, Choice
 from fused_optim.step.conversion import convert, stale_formats
 from fused_optim.step.deferred_clip import DeferredClip
@@ -219,6 +219,10 @@ class Stepper:
         if not self._knows_offsets:
             self._store.exchange_offsets()
             self._knows_offsets = True
+
+    def sync_params(self) -> None:
+        agree_on_params(self._store)
+        self._store.sync_params()
 
     def check_groups(self, groups: Sequence[Group]) -> None:
         """Read what was written into running param groups as plain values. Raises ValueError or TypeError."""

@@ -22,7 +22,7 @@ from fused_optim.quantized.recipes import ProductFormat
 
 TABLE = Path(__file__).with_name("measured_sizes.json")
 CAPABILITY = (9, 0)  # of the GPU that it was measured on
-# What a layer with products in FP8 takes a host, forward and backward, at the least: under FSDP2 it was 1.1 ms and more.
+# What a layer with products in FP8 takes a host, forward and backward, at least: under FSDP2 1.1 ms and more.
 HOST_MS = 0.5
 
 Part = Literal["sizes", "experts"]  # of the table: linear layers, and those of experts with so many rows each
