@@ -274,6 +274,7 @@ __device__ __forceinline__ void encode_partial_rows(const Tile& tile, const Mark
 // What the codes of a full tile are before, all loaded at once.
 template <bool tracked>
 struct StoredTile {
+    static_assert(kRowsPerWarp == 8 && kPerLane == 4, "marks of a lane's rows are a word");
     uint32_t words[kRowsPerWarp];
 
     __device__ __forceinline__ void load(const Tile& tile, const Marker<tracked>& marker) {
@@ -285,16 +286,22 @@ struct StoredTile {
             }
         }
     }
-    // Every lane of the warp calls it.
-    __device__ __forceinline__ void mark(const Tile& tile, const Marker<tracked>& marker, uint32_t k,
-                                         uint32_t fresh) const {
+    // Which of a lane's four bytes of row k are others.
+    __device__ __forceinline__ uint32_t changed(uint32_t k, uint32_t fresh) const {
+        if constexpr (tracked) return differing_bytes(words[k], fresh) << kPerLane * k;
+        return 0;
+    }
+    // `changed`: of all rows. Every lane of the warp calls it.
+    __device__ __forceinline__ static void mark(const Tile& tile, const Marker<tracked>& marker, uint32_t changed) {
         if constexpr (tracked) {
             if (!marker.marks.codes) return;
-            const uint64_t first = tile.lane(k).element;
             if (tile.corner % 32 == 0 && tile.w.columns % 32 == 0) {
-                marker.row(first, words[k], fresh);
-            } else {
-                marker.set(marker.marks.codes, first, differing_bytes(words[k], fresh));
+                marker.rows(tile.corner, tile.w.columns, kTileWarps, changed);
+                return;
+            }
+#pragma unroll
+            for (uint32_t k = 0; k < kRowsPerWarp; ++k) {
+                marker.set(marker.marks.codes, tile.lane(k).element, changed >> kPerLane * k & 0xFu);
             }
         }
     }
@@ -305,16 +312,17 @@ template <class Codec, bool tracked>
 __device__ __forceinline__ void encode_full_rows(const Tile& tile, const Marker<tracked>& marker, const float4* x,
                                                  const StoredTile<tracked>& stored, float inverse, float absmax) {
     static_assert(Codec::kPerByte == 1, "a word for four elements");
+    uint32_t changed = 0;
 #pragma unroll
     for (uint32_t k = 0; k < kRowsPerWarp; k += 2) {
         const float values[kVector] = {x[k].x, x[k].y, x[k].z, x[k].w, x[k + 1].x, x[k + 1].y, x[k + 1].z, x[k + 1].w};
         uint32_t words[2];
         encode_group8<Codec>(words, values, inverse, absmax);
-        stored.mark(tile, marker, k, words[0]);
-        stored.mark(tile, marker, k + 1, words[1]);
+        changed |= stored.changed(k, words[0]) | stored.changed(k + 1, words[1]);
         *reinterpret_cast<uint32_t*>(tile.w.data + tile.lane(k).element) = words[0];
         *reinterpret_cast<uint32_t*>(tile.w.data + tile.lane(k + 1).element) = words[1];
     }
+    stored.mark(tile, marker, changed);
 }
 
 template <class Codec, bool tracked>

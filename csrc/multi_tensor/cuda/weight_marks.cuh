@@ -43,16 +43,28 @@ struct Marker {
         }
     }
 
-    // Words of four bytes, side by side in the lanes of a warp from a multiple of 32 bytes on. Every lane calls it.
-    __device__ __forceinline__ void row(uint64_t first, uint32_t before, uint32_t fresh) const {
+    // Of eight rows of 128 bytes each, four to a lane. The warp has every `stride`-th row of `columns` bytes; the first
+    // warp's begins at `corner`, a multiple of 32 as columns are. `changed`: four bits of each row. Every lane calls it.
+    __device__ __forceinline__ void rows(uint64_t corner, uint64_t columns, uint32_t stride, uint32_t changed) const {
         if constexpr (tracked) {
-            uint32_t word = differing_bytes(before, fresh) << 4 * (threadIdx.x & 7);
-#pragma unroll
-            for (int step = 1; step < 8; step *= 2) word |= __shfl_xor_sync(kAllLanes, word, step);
-            if (word && (threadIdx.x & 7) == 0) {
+            const uint32_t lane = threadIdx.x % kWarp, row = threadIdx.x / kWarp + lane % 8 * stride;
+            if (const uint32_t word = transposed_nibbles(changed)) {
+                const uint64_t first = corner + row * columns + lane / 8 * 32;
                 atomicOr(reinterpret_cast<uint32_t*>(marks.codes) + first / 32, word);
             }
         }
+    }
+
+private:
+    // Of eight lanes: the i-th one's nibble k becomes nibble i of the k-th one.
+    __device__ __forceinline__ static uint32_t transposed_nibbles(uint32_t word) {
+#pragma unroll
+        for (uint32_t step = 1; step < 8; step *= 2) {
+            const uint32_t low = step == 1 ? 0x0F0F0F0Fu : step == 2 ? 0x00FF00FFu : 0x0000FFFFu, shift = 4 * step;
+            const uint32_t other = __shfl_xor_sync(kAllLanes, word, step);
+            word = threadIdx.x & step ? (word & ~low) | (other & ~low) >> shift : (word & low) | (other & low) << shift;
+        }
+        return word;
     }
 };
 
