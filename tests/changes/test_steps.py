@@ -48,6 +48,16 @@ def test_all_formats(device: str, master: str, state: str, lr: float) -> None:
     run(model, FusedAdamW(model.parameters(), lr=lr, state_dtype=state, **options))
 
 
+MANY = {"chunks": (32, 1024), "part": (11, 1000), "odd": (9001,)}  # GPUs take 8,192 or 16,384 elements at once
+
+
+@pytest.mark.parametrize("master, state, lr", pairwise(list(MASTERS), list(STATES), RATES))
+def test_many_elements(device: str, master: str, state: str, lr: float) -> None:
+    dtype, options = MASTERS[master]
+    model = Model(dtype, device, MANY)
+    run(model, FusedAdamW(model.parameters(), lr=lr, state_dtype=state, **options), takes=(1, 2))
+
+
 @pytest.mark.parametrize(
     "recipe, state, master",
     pairwise(RECIPES, ["fp32", "int8"], [{}, {"master_weight_dtype": torch.float16}]),

@@ -465,10 +465,8 @@ struct MarksOfChunk {
 private:
     static constexpr uint32_t kRowsPerTile = kWarp / sizeof(uint4), kRows = tiles * kRowsPerTile;
 
-    // Whether the chunk does not end early, and its bits are aligned.
-    __device__ __forceinline__ static bool in_rows(const View& view) {
-        return view.vector_count == tiles * kTile && changes_of_chunk.elements % sizeof(uint4) == 0;
-    }
+    // Whether the chunk does not end early.
+    __device__ __forceinline__ static bool in_rows(const View& view) { return view.vector_count == tiles * kTile; }
     __device__ __forceinline__ static uint32_t row() { return threadIdx.x % kWarp; }
     __device__ __forceinline__ static uint64_t row_address() {
         return changes_of_chunk.elements + (threadIdx.x - row()) + row() / kRowsPerTile * (kTile / kVector) +
