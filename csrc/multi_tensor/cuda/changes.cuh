@@ -52,11 +52,12 @@ __device__ __forceinline__ uint8_t* marks_of_group8(uint32_t element) {
     return reinterpret_cast<uint8_t*>(changes_of_chunk.elements) + element / 8;
 }
 
-// What a thread's eight elements have before the update: bits that are set already and, of a quantized weight, codes.
-// Read long before they are needed, since memory takes its time. `changed`: what the update finds, bit i of element i.
+// What a thread's eight elements have before the update: bits that are set already, and what is stored, the codes of a
+// quantized weight or the halves that remainders complete. Read long before they are needed, since memory takes its
+// time. `changed`: what the update finds, bit i of element i.
 struct Earlier {
     uint32_t marked = 0;
-    uint32_t codes[2]{};
+    uint32_t stored[4]{};
     uint32_t changed = 0;
 };
 
@@ -77,7 +78,7 @@ __device__ __forceinline__ bool replaces_codes(const View& view) {
 
 template <bool has_weights>
 __device__ __forceinline__ void load_earlier(Earlier& earlier, const View& view, uint32_t element) {
-    if (replaces_codes<has_weights>(view)) load<1>(earlier.codes, view.param, element);
+    if (replaces_codes<has_weights>(view)) load<1>(earlier.stored, view.param, element);
     if (keeps_marks()) earlier.marked = *marks_of_group8(element);
 }
 
@@ -94,11 +95,7 @@ __device__ __forceinline__ void mark_group8(const View& view, uint32_t element, 
 __device__ __forceinline__ uint32_t differing_halves(const uint32_t* before, const uint32_t* after) {
     uint32_t found = 0;
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        const uint32_t x = before[k] ^ after[k];
-        const uint32_t differs = (((x & 0x7FFF7FFFu) + 0x7FFF7FFFu) | x) & 0x80008000u;
-        found |= differs >> (15 - 2 * k);
-    }
+    for (int k = 0; k < 4; ++k) found += __vminu2(before[k] ^ after[k], 0x00010001u) << 2 * k;
     return (found | found >> 15) & 0xFFu;
 }
 
@@ -109,15 +106,13 @@ __device__ __forceinline__ void upper_halves(uint32_t* words, const float* value
     }
 }
 
-// What is_changed() says of eight elements.
+// What is_changed() says of eight elements. `stored`: as in Earlier.
 __device__ __forceinline__ uint32_t changed_group8(Master master, Element type, const float* before, const float* after,
-                                                   uint32_t group8, const Rounding& rounding) {
+                                                   const uint32_t* stored, uint32_t group8, const Rounding& rounding) {
     uint32_t was[4], is[4];
     if (is_remainder(master)) {
-        const uint32_t carry = master == Master::kRemainder16 ? 0x8000u : 0x8080u;
-        upper_halves(was, before, carry);
-        upper_halves(is, after, carry);
-        return differing_halves(was, is);
+        upper_halves(is, after, master == Master::kRemainder16 ? 0x8000u : 0x8080u);
+        return differing_halves(stored, is);
     }
     if (type == Element::kBFloat16) {
         if (master == Master::kParameter) {

@@ -149,7 +149,7 @@ struct Ring {
             take<kStateBytes>(raw.states[i].words, tile + kStates + i * kTile * kStateBytes);
         });
         if constexpr (kHasCodes) {
-            if (replaces_codes<true>(view)) take<1>(raw.earlier.codes, tile + kCodes);
+            if (replaces_codes<true>(view)) take<1>(raw.earlier.stored, tile + kCodes);
         }
         __syncwarp();
     }

@@ -131,7 +131,7 @@ struct StoreWeight {
     __device__ __forceinline__ void encode(float inverse) const {
         uint32_t words[2];
         encode_group8<Codec>(words, values, inverse, absmax);
-        if constexpr (tracked) earlier.changed = changed_codes(earlier.codes, words);
+        if constexpr (tracked) earlier.changed = changed_codes(earlier.stored, words);
         store<1>(words, view.param, element);
     }
 };
@@ -254,6 +254,11 @@ struct Raw {
     Packet<format_bytes(Formats::format)> states[state_places(Formats::rule)]{};
     Earlier earlier;  // of kernels that mark changes
 
+    __device__ __forceinline__ void keep_halves() {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) earlier.stored[k] = param.words[k];
+    }
+
     __device__ __forceinline__ void load_all(const View& view, uint32_t element) {
         load(grad, view.grad_type(), view.grad, element);
         if constexpr (reads_param(Formats::rule)) load_param<Formats>(param, master, view, element);
@@ -311,7 +316,9 @@ struct Values {
     __device__ __forceinline__ void decode_all(const View& view, Raw<Formats, Packet4>& raw, uint32_t element) {
         const uint32_t scale = element >> view.info.block_log2;
         decode(grad, raw.grad, view.grad_type());
-        const bool scaled = is_scaled(Formats::master_of(view.master_kind()));
+        const Master master = Formats::master_of(view.master_kind());
+        const bool scaled = is_scaled(master);
+        if (Formats::tracked && is_remainder(master)) raw.keep_halves();
         decode_param<Formats, Packet4>(param, view, raw.param, raw.master, scaled ? block->master_scales[scale] : 0.0f);
         each_state<Formats::rule>([&](auto state) {
             constexpr int i = decltype(state)::value;
@@ -345,7 +352,8 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
     store_param<Formats>(view, element, before, param, group8, scalars.rounding, master_scale, earlier);
     if constexpr (Formats::tracked) {
         if (!Formats::has_weights || !view.info.quantized) {
-            earlier.changed = changed_group8(master, view.param_type(), before, param, group8, scalars.rounding);
+            earlier.changed =
+                changed_group8(master, view.param_type(), before, param, earlier.stored, group8, scalars.rounding);
         }
     }
     each_state<Formats::rule>([&](auto state) {
