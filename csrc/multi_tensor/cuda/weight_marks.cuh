@@ -44,7 +44,7 @@ struct Marker {
     }
 
     // Of eight rows of 128 bytes each, four to a lane. The warp has every `stride`-th row of `columns` bytes; the first
-    // warp's begins at `corner`, a multiple of 32 as columns are. `changed`: four bits of each row. Every lane calls it.
+    // warp's begins at `corner`, a multiple of 32 as columns are. `changed`: four bits of each row. All lanes call.
     __device__ __forceinline__ void rows(uint64_t corner, uint64_t columns, uint32_t stride, uint32_t changed) const {
         if constexpr (tracked) {
             const uint32_t lane = threadIdx.x % kWarp, row = threadIdx.x / kWarp + lane % 8 * stride;
