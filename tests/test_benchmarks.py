@@ -1,4 +1,4 @@
-"""``benchmarks/step.py``: which optimizer is given which parameters, and a trial of it."""
+"""``benchmarks/step.py``: which optimizer is given which parameters, and a trial of it; a trial of ``fsdp_host.py``."""
 
 from __future__ import annotations
 
@@ -72,3 +72,16 @@ def test_a_trial(tmp_path: Path) -> None:
     assert named["tiny"] - named["tiny-dtensors"] == {*QUANTIZED, "torch AdamW fused around FP32 masters"}
     for name in QUANTIZED:
         assert f"tiny-dtensors: skipped {name}: takes no DTensors\n" in done.stdout
+
+
+@pytest.mark.long
+def test_host_time_of_gathered_weights_is_measured(tmp_path: Path) -> None:
+    """With stand-ins for products, which must take what products take."""
+    output = tmp_path / "host.json"
+    script = Path(step.__file__).with_name("fsdp_host.py")
+    command = [sys.executable, str(script), "--weights", "1", "--repeats", "2", "--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(output.read_text())
+    assert len(report["gather"]) == 7 and len(report["training"]) == 4
+    assert all(row["min_us"] > 0 for part in ("gather", "training") for row in report[part].values())
