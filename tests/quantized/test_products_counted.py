@@ -227,6 +227,7 @@ def test_products_are_in_fp8_by_default_where_they_were_measured_to_gain(hopper:
     # The GPU would gain with fewer rows, too, but waits for the host there, which FP8 takes longer.
     assert not any(products.products_in_fp8(recipe, hopper, 2048, square))
     assert all(products.products_in_fp8(recipe, hopper, 2048, (14336, 4096)))
+    assert all(products.products_in_fp8(recipe, hopper, 2048, (4096, 14336)))  # the same products
     assert not any(products.products_in_fp8(recipe, hopper, 8192, (512, 512)))
     assert not any(products.products_in_fp8(recipe, hopper, 64, square))
     # Beside BF16, for weights that are kept, more rows are needed.

@@ -1,7 +1,8 @@
 """At which sizes products in FP8 take less time than others: as was measured, in ``measured_sizes.json``.
 
 What is larger than a measured size that gains, in rows, inputs and outputs, or equal, gains too, since casts grow less
-than products. Nothing is known of sizes that no measured one is smaller than, nor of GPUs of other compute
+than products. So does a layer with inputs and outputs exchanged, whose forward product is the other's gradient of its
+input. Nothing is known of sizes that no measured one is smaller than, nor of GPUs of other compute
 capabilities.
 
 Times of linear layers are the GPU's. Where they are shorter than the host's, the host limits a step, and products in
@@ -71,7 +72,12 @@ def _time(row: Mapping[str, float], kind: str) -> float | None:
 
 
 def gains(size: Size, gaining: tuple[Size, ...]) -> bool:
-    return any(all(a <= b for a, b in zip(known, size, strict=True)) for known in gaining)
+    return any(known.rows <= size.rows and _is_within(known, size.inputs, size.outputs) for known in gaining)
+
+
+def _is_within(known: Size, inputs: int, outputs: int) -> bool:
+    ends = (known.inputs, known.outputs), (known.outputs, known.inputs)
+    return any(a <= inputs and b <= outputs for a, b in ends)
 
 
 @functools.cache
@@ -83,7 +89,7 @@ def least_rows(kind: str, weight: tuple[int, ...], part: Part, instead: str) -> 
         known = gaining_sizes(kind, instead, part, least_ms=HOST_MS if part == "sizes" else 0.0)
     except KeyError:
         return None
-    return min((size.rows for size in known if size.inputs <= inputs and size.outputs <= outputs), default=None)
+    return min((size.rows for size in known if _is_within(size, inputs, outputs)), default=None)
 
 
 @functools.cache

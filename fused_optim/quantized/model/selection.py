@@ -274,8 +274,8 @@ def gains(recipe: Recipe, rows: int, table: str | os.PathLike[str] | None = None
     """A ``filter_fn``: every ``nn.Linear`` and ``GroupedLinear`` of a size at which FP8 products were measured to gain.
 
     That is one with which a smaller size, or the same, took less time than in BF16, forward and backward: smaller or
-    equal in rows, inputs and outputs. Larger ones save more, since casts grow less than products. Sizes that no
-    measured one is smaller than are left out, as are those that the recipe multiplies in BF16.
+    equal in rows, inputs and outputs, or with the latter exchanged. Larger ones save more, since casts grow less than
+    products. Sizes that no measured one is smaller than are left out, as are those that the recipe multiplies in BF16.
 
     Args:
         recipe: with ``compute="auto"``, the default, or ``"fp8"``.
