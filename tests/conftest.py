@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 import fresh
+import seeds
 from fused_optim.backends import load_engine
 
 # One thread, as most tensors here are tiny: in fixtures of modules, too, and in the processes that tests start. Where
@@ -30,10 +31,20 @@ settings.register_profile(
 )
 settings.load_profile("fused_optim")
 pytest.register_assert_rewrite("recipe_checks")  # which shows the values that differ, as in tests
+seeds.seed_what_is_there()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays: garbage is looked for in what tests make."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected stays: garbage is looked for in what tests make."""
     gc.collect()
     gc.freeze()
 
@@ -77,10 +88,7 @@ def forked_python(monkeypatch: pytest.MonkeyPatch) -> None:
 def _defaults(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No backend is forced from outside; random numbers start anew; whatever tests do, the next has one thread."""
     monkeypatch.delenv("FUSED_OPTIM_BACKEND", raising=False)
-    # Not torch.manual_seed: where there is no GPU, it writes down the stack for each kind of device, more than a ms.
-    torch.default_generator.manual_seed(0)
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(0)
+    torch.manual_seed(0)
     yield
     torch.set_num_threads(1)
 
