@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import distributed
-from distributed import on_each_device
+from distributed import long, on_each_device
 from fused_optim import FusedAdam
 from fused_optim.quantized import Recipe, quantize_model_
 from fused_optim.quantized.compute import casts, products
@@ -144,7 +144,15 @@ def check_sharded_training(ranks: int, way: str, how: str, on: str, names: list[
 
 
 SCALES = ["tensor", "row", "block"]  # what a way could meet differently; others have the same
-OTHERS = pytest.param([name for name in NAMES if name not in SCALES], marks=pytest.mark.long)
+
+
+def one_usual(*ways: tuple[Any, ...]) -> list[Any]:
+    """Each way with one kind of scales; with all others it is long."""
+    found = []
+    for number, way in enumerate(ways):
+        usual = SCALES[number % len(SCALES)]
+        found += [(*way, [usual]), long(*way, [name for name in NAMES if name != usual])]
+    return found
 
 
 @pytest.mark.parametrize("ranks, on", on_each_device((2,)))
@@ -153,18 +161,20 @@ def test_sharded_training_is_that_of_one_process(ranks: int, on: str) -> None:
     check_sharded_training(ranks, "usual", "fsdp", on, [*NAMES, "mxfp8", "nvfp4"])
 
 
-@pytest.mark.parametrize("names", [SCALES, OTHERS], ids=str)
-@pytest.mark.parametrize("ranks, how, on", on_each_device((1, "fsdp"), (3, "fsdp"), (4, "hsdp")))
-def test_sharded_training_on_any_ranks_is_that_of_one_process(ranks: int, how: str, on: str, names: list[str]) -> None:
+@pytest.mark.parametrize(
+    "ranks, how, names, on", on_each_device(*one_usual((1, "fsdp"), (3, "fsdp"), (4, "hsdp"))), ids=str
+)
+def test_sharded_training_on_any_ranks_is_that_of_one_process(ranks: int, how: str, names: list[str], on: str) -> None:
     """On uneven shards as well."""
     check_sharded_training(ranks, "usual", how, on, names)
 
 
-@pytest.mark.parametrize("names", [SCALES, OTHERS], ids=str)
 @pytest.mark.parametrize(
-    "ranks, way, on", on_each_device((2, "kept"), (2, "checkpointed"), (3, "reentrant"), (2, "offloaded"))
+    "ranks, way, names, on",
+    on_each_device(*one_usual((2, "kept"), (2, "checkpointed"), (3, "reentrant"), (2, "offloaded"))),
+    ids=str,
 )
-def test_sharded_training_each_way_is_that_of_one_process(ranks: int, way: str, on: str, names: list[str]) -> None:
+def test_sharded_training_each_way_is_that_of_one_process(ranks: int, way: str, names: list[str], on: str) -> None:
     check_sharded_training(ranks, way, "fsdp", on, names)
 
 
