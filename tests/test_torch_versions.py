@@ -134,7 +134,9 @@ def test_all_that_the_package_uses_is_listed() -> None:
 def test_all_that_is_listed_is_used() -> None:
     """In the package, or by the engines."""
     files = [*PACKAGE.rglob("*.py"), *(ROOT / "csrc").rglob("*.h")]
-    words = {word for path in files if path.name != "torch_versions.py" for word in re.findall(r"\w+", path.read_text())}
+    words = {
+        word for path in files if path.name != "torch_versions.py" for word in re.findall(r"\w+", path.read_text())
+    }
     assert not [name for name in PRIVATE if name.rpartition(".")[2] not in words]
 
 

@@ -18,12 +18,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import distributed
-from distributed import long, on_each_device
+from distributed import on_each_device
 from fused_optim import FusedAdam
 from fused_optim.quantized import Recipe, quantize_model_
 from fused_optim.quantized.compute import casts, products
 from fused_optim.quantized.compute.linear import QuantizedLinear
-from pairwise import pairwise
+from pairwise import each_once_with, pairwise
 from product_cases import RECIPES, matrix
 
 TOKENS, WIDTH, HIDDEN = 128, 128, 768  # 768 rows are whole tiles on 1, 2 and 3 ranks; 128 are one
@@ -143,16 +143,8 @@ def check_sharded_training(ranks: int, way: str, how: str, on: str, names: list[
                 assert torch.equal(value, expected[key]), (name, key)
 
 
-SCALES = ["tensor", "row", "block"]  # what a way could meet differently; others have the same
-
-
-def one_usual(*ways: tuple[Any, ...]) -> list[Any]:
-    """Each way with one kind of scales; with all others it is long."""
-    found = []
-    for number, way in enumerate(ways):
-        usual = SCALES[number % len(SCALES)]
-        found += [(*way, [usual]), long(*way, [name for name in NAMES if name != usual])]
-    return found
+# First those that a way could meet differently; others have the same scales.
+IN_ORDER = ["tensor", "row", "block", "delayed", "row, FP8 weight gradients"]
 
 
 @pytest.mark.parametrize("ranks, on", on_each_device((2,)))
@@ -162,7 +154,7 @@ def test_sharded_training_is_that_of_one_process(ranks: int, on: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "ranks, how, names, on", on_each_device(*one_usual((1, "fsdp"), (3, "fsdp"), (4, "hsdp"))), ids=str
+    "ranks, how, names, on", on_each_device(*each_once_with([(1, "fsdp"), (3, "fsdp"), (4, "hsdp")], IN_ORDER)), ids=str
 )
 def test_sharded_training_on_any_ranks_is_that_of_one_process(ranks: int, how: str, names: list[str], on: str) -> None:
     """On uneven shards as well."""
@@ -171,7 +163,7 @@ def test_sharded_training_on_any_ranks_is_that_of_one_process(ranks: int, how: s
 
 @pytest.mark.parametrize(
     "ranks, way, names, on",
-    on_each_device(*one_usual((2, "kept"), (2, "checkpointed"), (3, "reentrant"), (2, "offloaded"))),
+    on_each_device(*each_once_with([(2, "kept"), (2, "checkpointed"), (3, "reentrant"), (2, "offloaded")], IN_ORDER)),
     ids=str,
 )
 def test_sharded_training_each_way_is_that_of_one_process(ranks: int, way: str, names: list[str], on: str) -> None:

@@ -138,9 +138,7 @@ def unsharded(two_dims: bool, master: str, on: str = "cpu", engine: str | None =
     return join_all(distributed.run(1, train, layouts, master, False, engine, on=on))
 
 
-@pytest.mark.parametrize(
-    "world_size, master", [*product([3], MASTERS), *each_once(product([1, 2, 4], MASTERS))]
-)
+@pytest.mark.parametrize("world_size, master", [*product([3], MASTERS), *each_once(product([1, 2, 4], MASTERS))])
 def test_sharding_does_not_change_bits(world_size: int, master: str) -> None:
     results = distributed.run(world_size, train, LAYOUTS, master, True, None)
     assert_same(join_all(results), unsharded(False, master))
