@@ -33,9 +33,11 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 test: $(VENV)/.installed
 	$(PYTEST) -m 'not long and not cuda'
 
+# Hypothesis marks its tests; the usual run tries half as many examples.
 test-long: export FUSED_OPTIM_TEST_KILLS ?= 5
+test-long: export FUSED_OPTIM_TEST_EXAMPLES ?= 60
 test-long: $(VENV)/.installed
-	$(PYTEST) -m 'long and not cuda'
+	$(PYTEST) -m '(long or hypothesis) and not cuda'
 
 test-gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest -m cuda
