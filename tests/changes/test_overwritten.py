@@ -24,7 +24,7 @@ SPECIAL = [0.0, -0.0, 1e-40, -1e-40, 1e-30, 3e38, -3e38, float("inf"), -float("i
 def quantized(recipe: Any, device: str, **options: Any) -> tuple[nn.Module, Any]:
     """Whole tiles and parts of them, tracked, after steps that settle it."""
     torch.manual_seed(0)
-    layers = nn.Linear(256, 256), nn.Linear(160, 130, bias=False), nn.Linear(128, 128)
+    layers = nn.Linear(128, 256), nn.Linear(160, 130, bias=False), nn.Linear(128, 128)
     model = nn.Sequential(*layers).to(device, torch.bfloat16)
     quantize_model_(model, recipe)
     optimizer = FusedAdamW(model.parameters(), **{"lr": 1e-3, "state_dtype": "int8", **options})
