@@ -1,4 +1,4 @@
-"""Fixtures, those of ``support/fixtures.py``, in processes that run tests.
+"""Fixtures, those of ``support/common_fixtures.py``, in processes that run tests.
 
 That of pytest-xdist which hands tests out needs none, nor torch, which takes seconds to import before anything starts.
 """
@@ -17,4 +17,4 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def pytest_configure(config: pytest.Config) -> None:
     hands_out = config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
     if not hands_out:
-        config.pluginmanager.import_plugin("fixtures")
+        config.pluginmanager.import_plugin("common_fixtures")
