@@ -28,14 +28,17 @@ demo: $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 # Two processes, as CI has two cores. A file's tests stay together: groups of ranks and what was compiled are used again.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# Without pytest's plugin for logs, which visits each of torch's loggers three times a test.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile -p no:logging
 
 test: $(VENV)/.installed
 	$(PYTEST) -m 'not long and not cuda'
 
+# Hypothesis marks its tests; the usual run tries half as many examples.
 test-long: export FUSED_OPTIM_TEST_KILLS ?= 5
+test-long: export FUSED_OPTIM_TEST_EXAMPLES ?= 60
 test-long: $(VENV)/.installed
-	$(PYTEST) -m 'long and not cuda'
+	$(PYTEST) -m '(long or hypothesis) and not cuda'
 
 test-gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest -m cuda

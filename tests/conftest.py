@@ -1,93 +1,20 @@
-"""Fixtures: devices, backends, reproducible randomness."""
+"""Fixtures, those of ``support/common_fixtures.py``, in processes that run tests.
+
+That of pytest-xdist which hands tests out needs none, nor torch, which takes seconds to import before anything starts.
+"""
 
 from __future__ import annotations
 
-import gc
 import os
-import sys
-from collections.abc import Callable, Iterator
 
 import pytest
-import torch
-from hypothesis import HealthCheck, settings
 
-import fresh
-from fused_optim.backends import load_engine
-
-# One thread, as most tensors here are tiny: in fixtures of modules, too, and in the processes that tests start. Where
-# several processes share the cores, threads of OpenMP wait for each other most of the time, and keep the cores busy.
-torch.set_num_threads(1)
+# In the processes that tests start, too. Where several share the cores, threads of OpenMP wait for each other most of
+# the time, and keep the cores busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Derandomized: a failure is reproducible, and a run of the tests takes the same time twice.
-settings.register_profile(
-    "fused_optim",
-    deadline=None,
-    derandomize=True,
-    database=None,
-    max_examples=60,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-settings.load_profile("fused_optim")
-pytest.register_assert_rewrite("recipe_checks")  # which shows the values that differ, as in tests
 
-
-def pytest_collection_finish() -> None:
-    """What is imported and collected stays: garbage is looked for in what tests make."""
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def device(request: pytest.FixtureRequest) -> str:
-    """Each device in turn; what needs a GPU is skipped where there is none."""
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    return request.param
-
-
-@pytest.fixture
-def engine(device: str) -> str:
-    """The name of the device's compiled engine."""
-    if load_engine(device)[0] is None:
-        pytest.skip(f"no {device} engine")
-    return device
-
-
-@pytest.fixture
-def use_backend(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Chooses the backend of the steps that follow."""
-    return lambda name: monkeypatch.setenv("FUSED_OPTIM_BACKEND", name)
-
-
-@pytest.fixture
-def any_backend(request: pytest.FixtureRequest, device: str, use_backend: Callable[[str], None]) -> str:
-    """Parametrized with "torch" or "engine": steps on each device by the one or the other."""
-    use_backend("torch" if request.param == "torch" else device)
-    return device
-
-
-@pytest.fixture
-def forked_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is started as ``sys.executable`` has imported torch already, and so has what it starts."""
-    monkeypatch.setattr(sys, "executable", fresh.python())
-
-
-@pytest.fixture(autouse=True)
-def _defaults(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No backend is forced from outside; random numbers start anew; whatever tests do, the next has one thread."""
-    monkeypatch.delenv("FUSED_OPTIM_BACKEND", raising=False)
-    # Not torch.manual_seed: where there is no GPU, it writes down the stack for each kind of device, more than a ms.
-    torch.default_generator.manual_seed(0)
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(0)
-    yield
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def nothing_compiled() -> Iterator[None]:
-    """torch.compile starts anew, and leaves nothing."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+def pytest_configure(config: pytest.Config) -> None:
+    hands_out = config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
+    if not hands_out:
+        config.pluginmanager.import_plugin("common_fixtures")

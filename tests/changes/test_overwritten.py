@@ -24,7 +24,7 @@ SPECIAL = [0.0, -0.0, 1e-40, -1e-40, 1e-30, 3e38, -3e38, float("inf"), -float("i
 def quantized(recipe: Any, device: str, **options: Any) -> tuple[nn.Module, Any]:
     """Whole tiles and parts of them, tracked, after steps that settle it."""
     torch.manual_seed(0)
-    layers = nn.Linear(256, 256), nn.Linear(160, 130, bias=False), nn.Linear(128, 128)
+    layers = nn.Linear(128, 256), nn.Linear(160, 130, bias=False), nn.Linear(128, 128)
     model = nn.Sequential(*layers).to(device, torch.bfloat16)
     quantize_model_(model, recipe)
     optimizer = FusedAdamW(model.parameters(), **{"lr": 1e-3, "state_dtype": "int8", **options})
@@ -36,7 +36,7 @@ def quantized(recipe: Any, device: str, **options: Any) -> tuple[nn.Module, Any]
     return model, optimizer
 
 
-def check_steps(model: nn.Module, optimizer: Any, seeds: range = range(10, 13)) -> None:
+def check_steps(model: nn.Module, optimizer: Any, seeds: range = range(10, 12)) -> None:
     """Each one against full copies; what was noticed before is taken first."""
     optimizer.take_changes(model)
     expected = Expected(model)
@@ -118,7 +118,7 @@ def test_values_that_codes_cannot_hold(device: str, recipe: Any, lr: float) -> N
         flat[at] = torch.tensor(SPECIAL, device=flat.device)
         flat[at[:2] + 1] = -flat[at[:2] + 1]
         optimizer.set_scaled_state(weight, "master_param", master)
-    check_steps(model, optimizer, range(10, 16))
+    check_steps(model, optimizer, range(10, 14))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)

@@ -242,13 +242,12 @@ def load_directly(how: str, master: str, source: str) -> list[dict[str, Part]]:
     return [loaded.snapshot(), saved.snapshot()]
 
 
-@pytest.mark.parametrize("master", ["float32", "bfloat16", "remainder16"])
-@pytest.mark.parametrize(
-    "world_size, target, source", [(3, "fsdp", "plain"), (4, "hsdp", "plain"), (4, "tp", "plain"), (3, "plain", "fsdp")]
-)
-def test_state_dicts_of_whole_and_sharded_parameters_are_exchangeable(
-    world_size: int, target: str, source: str, master: str
-) -> None:
+EXCHANGED = [(3, "fsdp", "plain"), (4, "hsdp", "plain"), (4, "tp", "plain"), (3, "plain", "fsdp")]
+
+
+@pytest.mark.parametrize("ways, master", each_once(product(EXCHANGED, USUAL_MASTERS)), ids=str)
+def test_state_dicts_of_whole_and_sharded_parameters_are_exchangeable(ways: tuple[int, str, str], master: str) -> None:
+    world_size, target, source = ways
     results = distributed.run(world_size, load_directly, target, master, source)
     loaded, saved = (join_all([result[i] for result in results]) for i in (0, 1))
     if master == "float32":  # parameters are their own masters, and the model's to save

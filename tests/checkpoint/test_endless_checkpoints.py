@@ -224,13 +224,18 @@ def paired(value: Any, like: Any) -> Any:
     return value
 
 
-@given(PLAIN, st.sampled_from([2, 4, 5]), st.booleans())
-@settings(max_examples=300, deadline=None)
-def test_what_is_plain_is_read(value: Any, protocol: int, twice: bool) -> None:
+@pytest.mark.parametrize("count", [100, pytest.param(300, marks=pytest.mark.long)])
+def test_what_is_plain_is_read(count: int) -> None:
     """As Python reads it, also where it is there twice, and where there are many frames."""
-    value = [value, value, {0: [f"text {i}" * 20 for i in range(1_000)]}] if twice else value
-    found = read_pickle(pickle.dumps(value, protocol) + b"what follows", {})
-    assert paired(found, value) == without_dicts(value)
+
+    @settings(max_examples=count, deadline=None)
+    @given(PLAIN, st.sampled_from([2, 4, 5]), st.booleans())
+    def check(value: Any, protocol: int, twice: bool) -> None:
+        value = [value, value, {0: [f"text {i}" * 20 for i in range(1_000)]}] if twice else value
+        found = read_pickle(pickle.dumps(value, protocol) + b"what follows", {})
+        assert paired(found, value) == without_dicts(value)
+
+    check()
 
 
 @given(st.lists(PLAIN, max_size=3), st.integers(0, 1500))

@@ -30,6 +30,7 @@ def losses_on(ranks: int, folder: Path) -> str:
     return fresh.torchrun(ranks, script, "--steps", "10", "--checkpoints", folder / str(ranks), folder=folder)
 
 
+@pytest.mark.long  # tests/test_walkthroughs.py follows the page on ranks that divide it
 def test_fsdp2_on_ranks_that_do_not_divide_the_batch(tmp_path: Path) -> None:
     """Twelve sequences on five ranks: the losses of one rank."""
     alone = losses_on(1, tmp_path)

@@ -33,7 +33,7 @@ from recipe_checks import WAYS, dtype_of, sharded, train
 
 EACH = pytest.mark.parametrize("recipe", RECIPES)
 FEW = ["current", "tiles", "nvfp4"]
-HALF, END = 3, 6
+HALF, END = 2, 5
 # Options of FusedAdam; the masters of all of them follow the same steps whatever the parameter is.
 OPTIONS: dict[str, dict[str, Any]] = {
     "FP32": {},

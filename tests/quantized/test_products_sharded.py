@@ -23,7 +23,7 @@ from fused_optim import FusedAdam
 from fused_optim.quantized import Recipe, quantize_model_
 from fused_optim.quantized.compute import casts, products
 from fused_optim.quantized.compute.linear import QuantizedLinear
-from pairwise import pairwise
+from pairwise import each_once_with, pairwise
 from product_cases import RECIPES, matrix
 
 TOKENS, WIDTH, HIDDEN = 128, 128, 768  # 768 rows are whole tiles on 1, 2 and 3 ranks; 128 are one
@@ -143,8 +143,8 @@ def check_sharded_training(ranks: int, way: str, how: str, on: str, names: list[
                 assert torch.equal(value, expected[key]), (name, key)
 
 
-SCALES = ["tensor", "row", "block"]  # what a way could meet differently; others have the same
-OTHERS = pytest.param([name for name in NAMES if name not in SCALES], marks=pytest.mark.long)
+# First those that a way could meet differently; others have the same scales.
+IN_ORDER = ["tensor", "row", "block", "delayed", "row, FP8 weight gradients"]
 
 
 @pytest.mark.parametrize("ranks, on", on_each_device((2,)))
@@ -153,18 +153,20 @@ def test_sharded_training_is_that_of_one_process(ranks: int, on: str) -> None:
     check_sharded_training(ranks, "usual", "fsdp", on, [*NAMES, "mxfp8", "nvfp4"])
 
 
-@pytest.mark.parametrize("names", [SCALES, OTHERS], ids=str)
-@pytest.mark.parametrize("ranks, how, on", on_each_device((1, "fsdp"), (3, "fsdp"), (4, "hsdp")))
-def test_sharded_training_on_any_ranks_is_that_of_one_process(ranks: int, how: str, on: str, names: list[str]) -> None:
+@pytest.mark.parametrize(
+    "ranks, how, names, on", on_each_device(*each_once_with([(1, "fsdp"), (3, "fsdp"), (4, "hsdp")], IN_ORDER)), ids=str
+)
+def test_sharded_training_on_any_ranks_is_that_of_one_process(ranks: int, how: str, names: list[str], on: str) -> None:
     """On uneven shards as well."""
     check_sharded_training(ranks, "usual", how, on, names)
 
 
-@pytest.mark.parametrize("names", [SCALES, OTHERS], ids=str)
 @pytest.mark.parametrize(
-    "ranks, way, on", on_each_device((2, "kept"), (2, "checkpointed"), (3, "reentrant"), (2, "offloaded"))
+    "ranks, way, names, on",
+    on_each_device(*each_once_with([(2, "kept"), (2, "checkpointed"), (3, "reentrant"), (2, "offloaded")], IN_ORDER)),
+    ids=str,
 )
-def test_sharded_training_each_way_is_that_of_one_process(ranks: int, way: str, on: str, names: list[str]) -> None:
+def test_sharded_training_each_way_is_that_of_one_process(ranks: int, way: str, names: list[str], on: str) -> None:
     check_sharded_training(ranks, way, "fsdp", on, names)
 
 

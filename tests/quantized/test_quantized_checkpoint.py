@@ -19,17 +19,18 @@ from torch.distributed.fsdp import fully_shard
 
 import distributed
 from checkpoint_cases import STAGERS, WAYS, let_write, start_save
-from distributed import Part, assert_same, join_all, on_each_device
+from distributed import Part, assert_same, join_all, long, on_each_device
 from fused_optim import export_optimizer_checkpoint, load_optimizer_checkpoint, save_master_safetensors
 from fused_optim.memory.layout import MASTER
 from fused_optim.quantized import QuantizedTensor, finish_initialization, quantize_model_
+from pairwise import each_once_with
 from quantized_cases import RECIPES, Run, parameter_parts, perceptron, plain_model, same_components, weight_of
 from recipe_checks import END, SAVED_AT, check_checkpoints, load, save, straight
 
 ALL = tuple(RECIPES)
 
 
-@pytest.mark.parametrize("ranks, on", on_each_device(((4, 2, 3, 1),), nccl=[((2, 1, 2, 2),)]))
+@pytest.mark.parametrize("ranks, on", on_each_device(((2, 3, 1),), long((4, 2, 3, 1)), nccl=[((2, 1, 2, 2),)]))
 def test_training_goes_on_on_other_ranks_as_if_never_stopped(ranks: tuple[int, ...], on: str, tmp_path: Path) -> None:
     check_checkpoints(list(RECIPES), ranks, on, str(tmp_path))
 
@@ -85,14 +86,17 @@ def test_whole_weights_are_loaded_as_their_bytes(ranks: int, on: str, tmp_path: 
     assert distributed.run(ranks, load_whole, SAVED, str(tmp_path), on=on) == [[True, True] * len(SAVED)] * ranks
 
 
+INTERFACES = ["nested", "flat", "plain", "cpu"]
 OTHER_RANKS = pytest.mark.parametrize("ranks, on", on_each_device(((2, 3),), nccl=[((2, 1),), ((1, 2),)]))
 
 
+@pytest.mark.parametrize("way, recipes", each_once_with([(way,) for way in INTERFACES], SAVED), ids=str)
 @OTHER_RANKS
-def test_every_interface_resumes_training(ranks: tuple[int, int], on: str, tmp_path: Path) -> None:
-    ways = ["nested", "flat", "plain", "cpu"]
-    distributed.run(ranks[0], save_each_way, SAVED, ways, str(tmp_path), on=on)
-    results = distributed.run(ranks[1], load_each_way, SAVED, ways, str(tmp_path), on=on)
+def test_every_interface_resumes_training(
+    way: str, recipes: list[str], ranks: tuple[int, int], on: str, tmp_path: Path
+) -> None:
+    distributed.run(ranks[0], save_each_way, recipes, [way], str(tmp_path), on=on)
+    results = distributed.run(ranks[1], load_each_way, recipes, [way], str(tmp_path), on=on)
     for name in results[0]:
         for at in (0, 1):
             joined = join_all([result[name][at] for result in results])
@@ -116,10 +120,14 @@ def save_in_background(
         made.close()
 
 
-@pytest.mark.parametrize("stager", STAGERS)
+IN_BACKGROUND = ["delayed", "nvfp4", "tiles"]
+
+
+@pytest.mark.parametrize("stager, recipes", each_once_with([(name,) for name in STAGERS], IN_BACKGROUND), ids=str)
 @pytest.mark.parametrize("ranks, on", on_each_device((2,)))
-def test_background_saves_hold_the_bytes_of_the_save(stager: str, ranks: int, on: str, tmp_path: Path) -> None:
-    recipes = ["delayed", "nvfp4", "tiles"]
+def test_background_saves_hold_the_bytes_of_the_save(
+    stager: str, recipes: list[str], ranks: int, on: str, tmp_path: Path
+) -> None:
     distributed.run(ranks, save_in_background, recipes, stager, str(tmp_path), on=on, timeout=120)
     (found,) = distributed.run(1, load_each_way, recipes, ["nested"], str(tmp_path), on=on)
     for recipe in recipes:
@@ -137,11 +145,12 @@ def serve_saves(rank: int, ranks: int, recipes: list[str], folder: str) -> None:
         dist.destroy_process_group()
 
 
-def test_background_saves_in_a_process_hold_the_bytes_of_the_save(tmp_path: Path) -> None:
-    recipes = ["delayed", "nvfp4", "tiles"]
-    mp.start_processes(serve_saves, (2, recipes, str(tmp_path)), nprocs=2, start_method="forkserver")
-    (found,) = distributed.run(1, load_each_way, recipes, ["nested"], str(tmp_path))
-    for recipe in recipes:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])  # each starts one that imports torch
+def test_background_saves_in_a_process_hold_the_bytes_of_the_save(ranks: int, tmp_path: Path) -> None:
+    arguments = ranks, IN_BACKGROUND, str(tmp_path)
+    mp.start_processes(serve_saves, arguments, nprocs=ranks, start_method="forkserver")
+    (found,) = distributed.run(1, load_each_way, IN_BACKGROUND, ["nested"], str(tmp_path))
+    for recipe in IN_BACKGROUND:
         assert_same(join_all([found[f"{recipe}-nested"][0]]), straight(ALL, "cpu")[recipe][0])
 
 

@@ -117,7 +117,7 @@ def test_bytes_that_are_gathered(ranks: int, on: str) -> None:
 @pytest.mark.parametrize(
     "ranks, number, how, on",
     on_each_device(
-        *[(1, 0, "fsdp"), (2, 1, "fsdp"), (3, 2, "fsdp"), (4, 3, "fsdp"), (4, 1, "hsdp")],
+        *[(1, 0, "fsdp"), (2, 1, "fsdp"), (3, 2, "fsdp"), (2, 3, "fsdp"), long(4, 3, "fsdp"), (4, 1, "hsdp")],
         nccl=[(ranks, number, how) for ranks, how in FSDP_ON_GPUS for number in range(len(WAYS))],
     ),
 )

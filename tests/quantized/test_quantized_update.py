@@ -150,7 +150,12 @@ def assert_all_same(results: list[list[dict[str, Tensor]]]) -> None:
         assert_same(results[0], result)
 
 
-def compare(recipe: Recipe, engine: str, use_backend: Callable[[str], None], *, last: int = 3, **options: Any) -> None:
+def compare(
+    recipe: Recipe, engine: str, use_backend: Callable[[str], None], *, last: int | None = None, **options: Any
+) -> None:
+    """After so many steps; by default after one that finds states, and histories that go round."""
+    if last is None:
+        last = 3 if isinstance(recipe, Float8DelayedScaling) else 2
     results = []
     for device in both(engine, use_backend):
         training = Training(recipe, device, **options)

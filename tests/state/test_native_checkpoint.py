@@ -498,12 +498,16 @@ ALL_WORLDS = [(4, "fsdp"), (2, "fsdp"), (3, "fsdp"), (1, "fsdp")]
         ("remainder8", "flat"),
         pytest.param("bfloat16", "flat", marks=pytest.mark.long),
         ("float32", "plain"),
-        ("float16", "nested"),
+        pytest.param("float16", "nested", marks=pytest.mark.long),
         pytest.param("float16", "flat", marks=pytest.mark.long),
     ],
 )
 def test_resharding_changes_no_bit(master: str, way: str, tmp_path: Path) -> None:
     journey(ALL_WORLDS, master, way, tmp_path)
+
+
+def test_fp16_masters_keep_their_bits(tmp_path: Path) -> None:
+    journey(ALL_WORLDS[1:], "float16", "nested", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import distributed
+from distributed import long
 from walks import INTERRUPTIONS, NOTHING, TRAINING, Config, Operation, walk
 
 MASTERS = ["float32", "bfloat16+rem16", "bfloat16+float32", "bfloat16+rem8", "bfloat16+float16", "float16+float32"]
@@ -32,9 +33,9 @@ def check_walks(count: int, seed: int, ranks: int, compiles: bool = False) -> No
     check()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_walks(ranks: int) -> None:
-    check_walks(50, ranks, ranks)
+@pytest.mark.parametrize("ranks, count", [(1, 20), (2, 12), long(1, 50), long(2, 50)])
+def test_walks(ranks: int, count: int) -> None:
+    check_walks(count, ranks, ranks)
 
 
 def test_compiled_walks() -> None:

@@ -35,7 +35,7 @@ from distributed import Part, Workers, join_all, part, shard, shard_like
 from fused_optim import FusedAdam
 from fused_optim.checkpoint import PinnedStager
 
-SAVED_AT, END = 3, 6
+SAVED_AT, END = 2, 4
 FORMATS = [torch.int8, torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32]
 SHAPES: dict[str, tuple[int, ...]] = {
     "even": (12, 256),

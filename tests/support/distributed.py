@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 import fresh
+import seeds
 
 
 def needs_gpus(count: int) -> list[pytest.MarkDecorator]:
@@ -209,6 +210,7 @@ def _serve(rank: int, connection: Connection, world_size: int, device_type: str,
         torch.cuda.set_device(rank)
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", rank)}
     dist.distributed_c10d.ProcessGroupGloo = _Gloo
+    seeds.seed_what_is_there()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=300), **options)
     gc.freeze()  # what is imported stays: bodies that collect garbage look at their own

@@ -46,3 +46,13 @@ def each_once(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
         usual.add(best)
         met.update(values[best])
     return [case if i in usual else pytest.param(*case, marks=pytest.mark.long) for i, case in enumerate(listed)]
+
+
+def each_once_with(ways: Iterable[tuple[Any, ...]], values: Sequence[Any]) -> list[Any]:
+    """Each way with a list of one value, the next one each time; with a list of all others it is long."""
+    found: list[Any] = []
+    for number, way in enumerate(ways):
+        usual = number % len(values)
+        others = [*values[:usual], *values[usual + 1 :]]
+        found += [(*way, [values[usual]]), pytest.param(*way, others, marks=pytest.mark.long)]
+    return found

@@ -329,7 +329,7 @@ def check_skipped_steps(recipes: Sequence[Case], ranks: int, how: str, on: str) 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------
 
-SAVED_AT, END = 3, 6
+SAVED_AT, END = 3, 5
 save, load = WAYS_TO_SAVE["nested"]
 
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
+
+
+@functools.cache
+def nodes(tree: ast.AST) -> list[ast.AST]:
+    """All of them; walked through once, as several tests ask for those of the same tree."""
+    return list(ast.walk(tree))
 
 
 def own_attributes(tree: ast.Module) -> Iterator[str]:
     """Of classes that are defined there: methods, fields, and what their methods set."""
-    for kind in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+    for kind in (node for node in nodes(tree) if isinstance(node, ast.ClassDef)):
         for node in ast.walk(kind):
             if isinstance(node, ast.FunctionDef):
                 yield node.name
