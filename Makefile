@@ -28,8 +28,7 @@ demo: $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 # Two processes, as CI has two cores. A file's tests stay together: groups of ranks and what was compiled are used again.
-# Without pytest's plugin for logs, which visits each of torch's loggers three times a test.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile -p no:logging
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test: $(VENV)/.installed
 	$(PYTEST) -m 'not long and not cuda'

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import random
 import signal
@@ -107,17 +106,6 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any]]] = {
 }
 
 
-@pytest.fixture
-def logged() -> Iterator[list[str]]:
-    """The messages of all loggers."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger().addHandler(handler)
-    yield messages
-    logging.getLogger().removeHandler(handler)
-
-
 @pytest.fixture(scope="module")
 def two_saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saves")
@@ -126,13 +114,15 @@ def two_saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_ones_are_passed_over(damage: str, two_saves: Path, tmp_path: Path, logged: list[str]) -> None:
+def test_damaged_ones_are_passed_over(
+    damage: str, two_saves: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = tmp_path / "run"
     subprocess.run(["cp", "-r", two_saves, folder], check=True)
     file, do = DAMAGES[damage]
     do(folder / "step-00000004" / file)
     assert loaded_step(folder) == 3
-    assert any("checkpoint" in message and "step-00000004" in message for message in logged)
+    assert any("checkpoint" in record.message and "step-00000004" in record.message for record in caplog.records)
     model, optimizer = build(REM16, torch.int8)
     checkpointer = Checkpointer(model, optimizer, folder, sigterm=False)
     before = {name: param.detach().clone() for name, param in model.items()}
@@ -308,7 +298,7 @@ def test_a_read_only_folder(two_saves: Path, tmp_path: Path) -> None:
         folder.chmod(0o700)
 
 
-def test_failures_are_said_at_the_end(tmp_path: Path, logged: list[str]) -> None:
+def test_failures_are_said_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Also where another error is under way, which is not hidden."""
     model, optimizer = trained(REM16, torch.int8)
     (tmp_path / "file").write_text("")
@@ -318,7 +308,7 @@ def test_failures_are_said_at_the_end(tmp_path: Path, logged: list[str]) -> None
     with pytest.raises(KeyError, match="mine"), Checkpointer(model, optimizer, folder) as checkpointer:
         checkpointer.save(2)
         raise KeyError("mine")
-    assert sum("saving step 2" in message for message in logged) >= 2
+    assert sum("saving step 2" in record.message for record in caplog.records) >= 2
 
 
 # --- ranks that die ------------------------------------------------------------------------------------------------
