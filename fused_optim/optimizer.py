@@ -346,7 +346,7 @@ class ShardedOptimizer(Publisher):
     def sync_params_from_master(self) -> None:
         """Write every parameter again from its master, rounded to nearest. Histories of scales stay as they are.
 
-        A collective where quantized parameters have one scale for all shards. RuntimeError where their order differs.
+        A collective where quantized parameters have one scale for all shards, whose names ranks must have in one order.
         """
         self.stepper.sync_params()
 

@@ -233,8 +233,9 @@ def agree_on_params(store: StateStore) -> None:
 
     Raises RuntimeError on all ranks where they have other parameters, or the same ones in another order.
     """
-    if any(map(needs_collective, store.params)):
-        Agreement(lambda: store.params).reach(Own(facts=facts_of(store)))
+    concerned = [param for param in store.params if needs_collective(param)]
+    if concerned:
+        Agreement(lambda: concerned).reach(Own(facts=facts_of(store)))
 
 
 def _different(texts: Sequence[str]) -> str:

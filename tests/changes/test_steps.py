@@ -48,7 +48,7 @@ def test_all_formats(device: str, master: str, state: str, lr: float) -> None:
     run(model, FusedAdamW(model.parameters(), lr=lr, state_dtype=state, **options))
 
 
-MANY = {"chunks": (32, 1024), "part": (11, 1000), "odd": (9001,)}  # GPUs take 8,192 or 16,384 elements at once
+MANY = {"chunks": (32, 1024), "part": (11, 1000), "odd": (9001,)}  # tiles of 1,024 elements, whole and in part
 
 
 @pytest.mark.parametrize("master, state, lr", pairwise(list(MASTERS), list(STATES), RATES))

@@ -6,11 +6,13 @@ many kills.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -89,8 +91,21 @@ def make_folder(path: Path) -> None:
     path.mkdir()
 
 
+def make_circle(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def make_socket(path: Path) -> None:
+    path.unlink()
+    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as made:  # names of sockets are short
+        made.bind(path.name)
+
+
 DAMAGES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     **{f"a folder for the {name}": (file, make_folder) for name, file in FILES.items()},
+    **{f"links in a circle for the {name}": (file, make_circle) for name, file in FILES.items()},
+    "a socket for the manifest": (MANIFEST, make_socket),
     "torn manifest": (MANIFEST, truncate),
     "empty manifest": (MANIFEST, lambda path: path.write_bytes(b"")),
     "another manifest": (MANIFEST, lambda path: path.write_text("[]")),

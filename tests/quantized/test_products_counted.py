@@ -28,6 +28,7 @@ from fused_optim.quantized import (
     quantize_model_,
 )
 from fused_optim.quantized.compute import grouped, products
+from fused_optim.quantized.model.selection import gains
 from fused_optim.sharding.dtensor import local_tensor
 from product_cases import RECIPES
 
@@ -254,6 +255,19 @@ def test_products_are_in_fp8_by_default_where_they_were_measured_to_gain(hopper:
     assert all(products.products_in_fp8(Float8CurrentScaling(compute="fp8"), hopper, 64, (512, 512)))
     assert not any(products.products_in_fp8(MXFP8BlockScaling(), hopper, 8192, square))
     assert not any(products.products_in_fp8(recipe, torch.device("cpu"), 8192, square))
+
+
+@pytest.mark.parametrize("rows", [256, 512, 1024, 2048, 8192, 32768])
+@pytest.mark.parametrize(
+    "shape", [(4096, 4096), (14336, 4096), (4096, 14336), (2048, 2048), (1024, 4096), (1024, 1024)]
+)
+def test_what_gains_is_in_fp8_by_default(hopper: torch.device, rows: int, shape: tuple[int, int]) -> None:
+    """A filter that leaves layers plain where BF16 is faster must not pick one that decodes."""
+    layer = nn.Linear(shape[1], shape[0], device="meta")
+    for recipe in (Float8CurrentScaling(), Float8CurrentScaling(activation_scaling="row"), Float8BlockScaling()):
+        is_picked = gains(recipe, rows)(layer, "")
+        assert products.products_in_fp8(recipe, hopper, rows, shape).output or not is_picked
+        assert is_picked or rows < 8192 or max(shape) < 4096 or min(shape) < 4096
 
 
 def test_experts_have_weight_gradients_in_fp8_where_these_gain(hopper: torch.device) -> None:

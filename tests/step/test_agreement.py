@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 import distributed
 from distributed import mesh, shard
 from fused_optim import FusedAdamW, FusedMuon, clip_grad_norm_, enable_gradient_release
-from fused_optim.quantized import Float8CurrentScaling, quantize_model_
 from fused_optim.state import host_states
 from fused_optim.step import agreement
 from pairwise import pairwise
@@ -303,34 +302,6 @@ def test_gradients_are_sent_in_one_order() -> None:
     plain = distributed.run(2, with_part_offloaded, [0.0, 0.0], timeout=20)
     for own, expected in zip(zip(*mixed, strict=True), zip(*plain, strict=True), strict=True):
         assert torch.equal(distributed.join(own), distributed.join(expected))
-
-
-def synchronized_in_other_orders(is_ordered: bool) -> tuple[str, bool]:
-    """Weights of one shape, whose scales would be swapped; on the last rank in another order unless ``is_ordered``."""
-    torch.manual_seed(0)
-    model = nn.ModuleList(nn.Linear(32, 16, bias=False) for _ in range(3)).bfloat16()
-    with torch.no_grad():
-        for i, layer in enumerate(model):
-            layer.weight.mul_(4.0**i)
-    quantize_model_(model, Float8CurrentScaling())
-    for layer in model:
-        layer.register_parameter("weight", nn.Parameter(shard(layer.weight.data, mesh(), [Shard(0)])))
-    params, named = list(model.parameters()), list(model.named_parameters())
-    is_last = dist.get_rank() == dist.get_world_size() - 1
-    optimizer = FusedAdamW(named[::-1] if is_last and not is_ordered else named)
-    optimizer.initialize_state()
-    before = [param.full_tensor().dequantize() for param in params]
-    text = raised_by(FusedAdamW.sync_params_from_master, optimizer, params)
-    after = [param.full_tensor().dequantize() for param in params]
-    return text, all(map(torch.equal, before, after))
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_weights_are_synchronized_in_one_order(world_size: int) -> None:
-    found = distributed.run(world_size, synchronized_in_other_orders, False, timeout=20)
-    assert all("ranks have other options, param groups or parameters than others" in text for text, _ in found), found
-    assert all(unchanged for _, unchanged in found)
-    assert distributed.run(world_size, synchronized_in_other_orders, True, timeout=20) == [("", True)] * world_size
 
 
 # --- matrices -------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import posixpath
@@ -100,6 +101,15 @@ def folder_at(path: PathLike | Folder) -> Folder:
     return RemoteFolder(system, inner, text)
 
 
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError as error:
+        if error.errno != errno.ELOOP:  # links in a circle are none
+            raise
+        return False
+
+
 class LocalFolder:
     """A folder of this machine, or one that is mounted."""
 
@@ -139,7 +149,7 @@ class LocalFolder:
 
     def sizes(self) -> dict[str, int]:
         with suppress(FileNotFoundError, NotADirectoryError):
-            return {entry.name: entry.stat().st_size for entry in os.scandir(self.path) if entry.is_file()}
+            return {entry.name: entry.stat().st_size for entry in os.scandir(self.path) if _is_file(entry)}
         return {}
 
     def open(self, name: str, mode: str) -> BinaryIO:
@@ -160,7 +170,12 @@ class LocalFolder:
             if not real.startswith(inside):
                 hint = "copy the file there, or make the whole folder a link"
                 raise ValueError(f"{path} is a link to {real}, outside of its folder, and is not read: {hint}")
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno not in (errno.ENXIO, errno.ELOOP):  # of a socket; of links in a circle
+                raise
+            raise Damaged(f"{path}: expected a file, found something else") from error
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise Damaged(f"{path}: expected a file, found something else")

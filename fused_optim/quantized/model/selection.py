@@ -275,7 +275,8 @@ def gains(recipe: Recipe, rows: int, table: str | os.PathLike[str] | None = None
 
     That is one with which a smaller size, or the same, took less time than in BF16, forward and backward: smaller or
     equal in rows, inputs and outputs, or with the latter exchanged. Larger ones save more, since casts grow less than
-    products. Sizes that no measured one is smaller than are left out, as are those that the recipe multiplies in BF16.
+    products. Sizes that no measured one is smaller than are left out, as are those that the recipe multiplies in BF16,
+    and with ``"auto"`` those where BF16 takes the GPU less than 0.5 ms: the host limits steps there.
 
     Args:
         recipe: with ``compute="auto"``, the default, or ``"fp8"``.
@@ -293,8 +294,9 @@ def gains(recipe: Recipe, rows: int, table: str | os.PathLike[str] | None = None
     if format is None:
         raise ValueError(f'{recipe} has no products in FP8, so no layer gains: leave out compute="decode"')
     kind, path = measured.kind_of(format, recipe.keeps_weights), measured.TABLE if table is None else Path(table)
+    least_ms = measured.HOST_MS if format.measured else 0.0
     try:
-        gaining = measured.gaining_sizes(kind, "BF16", table=path)
+        gaining = measured.gaining_sizes(kind, "BF16", table=path, least_ms=least_ms)
     except KeyError:
         raise ValueError(f"{recipe}: {path.name} has no times of products of kind {kind!r}") from None
     of_experts = grouped.gaining_sizes(recipe, path)
