@@ -18,7 +18,7 @@ from fused_optim.sharding.dtensor import local_tensor
 
 pytestmark = pytest.mark.cuda
 
-ELEMENTS = 16 * 1024 * 8 * 7 * 160  # eight chunks for each of seven thread blocks on more multiprocessors than GPUs have
+ELEMENTS = 16 * 1024 * 8 * 7 * 160  # eight chunks for each of seven thread blocks of 160 multiprocessors
 COLUMNS = {"blocks of 128": 2816, "blocks of 64": 2880, "blocks of 32": 2848}
 # Dtypes of parameter and gradient; what is quantized; options.
 CASES: dict[str, tuple[torch.dtype, torch.dtype, Recipe | None, dict[str, Any]]] = {
@@ -32,7 +32,7 @@ CASES: dict[str, tuple[torch.dtype, torch.dtype, Recipe | None, dict[str, Any]]]
     "BF16, FP32 gradients": (torch.bfloat16, torch.float32, None, {}),
     "MXFP8": (torch.bfloat16, torch.bfloat16, MXFP8BlockScaling(), {}),
     "FP8": (torch.bfloat16, torch.bfloat16, Float8DelayedScaling(), {}),
-    "FP8, FP16 master": (torch.bfloat16, torch.bfloat16, Float8DelayedScaling(), {"master_weight_dtype": torch.float16}),
+    "FP16 master": (torch.bfloat16, torch.bfloat16, Float8DelayedScaling(), {"master_weight_dtype": torch.float16}),
 }
 
 
