@@ -111,8 +111,8 @@ struct Ring {
     const View& view;
     char* memory;
 
-    // At least 512 bytes that are the warp's alone, once it has taken the stage's tile: where its gradients were, and no
-    // other warp's are.
+    // At least 512 bytes that are the warp's alone, once it has taken the stage's tile: where its gradients were, and
+    // no other warp's are.
     __device__ __forceinline__ char* of_stage(uint32_t stage) const {
         return of_warp(memory + stage * kTileBytes, view.grad_type() == Element::kFloat32 ? 4 : 2);
     }
