@@ -1,7 +1,7 @@
 """Tracked steps of so many elements that a thread block of a GPU takes 8 or 16 tiles of 1,024 at once.
 
-With fewer it takes fewer, so that all multiprocessors have work: then their marks go another way. Parameters are
-compared with those of untracked steps, marks with full copies.
+With fewer it takes fewer, so that all multiprocessors have work. Parameters are compared with those of untracked steps,
+marks with full copies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fused_optim import FusedAdamW
 from fused_optim.quantized import Float8DelayedScaling, MXFP8BlockScaling, Recipe, quantize_model_
 from fused_optim.sharding.dtensor import local_tensor
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 ELEMENTS = 16 * 1024 * 8 * 7 * 160  # eight chunks for each of seven thread blocks of 160 multiprocessors
 COLUMNS = {"blocks of 128": 2816, "blocks of 64": 2880, "blocks of 32": 2848}
