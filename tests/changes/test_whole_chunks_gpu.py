@@ -1,7 +1,7 @@
 """Tracked steps of so many elements that a thread block of a GPU takes 8 or 16 tiles of 1,024 at once.
 
-With fewer it takes fewer, so that all multiprocessors have work. Parameters are compared with those of untracked steps,
-marks with full copies.
+With fewer it takes fewer, so that all multiprocessors have work: then their marks go another way. Parameters are
+compared with those of untracked steps, marks with full copies.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ CASES: dict[str, tuple[torch.dtype, torch.dtype, Recipe | None, dict[str, Any]]]
 
 
 def stored(param: Tensor) -> Tensor:
+    """The bits of what is stored, as integers: 0 and -0 differ."""
     local = local_tensor(param).detach()
-    return getattr(local, "components", {"data": local})["data"]
+    data = getattr(local, "components", {"data": local})["data"]
+    return data.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[data.element_size()])
 
 
 @pytest.mark.parametrize("columns", COLUMNS)

@@ -43,6 +43,7 @@ inline void check(Rule rule, const Shard& s, size_t i) {
     require(!s.quantized || !s.param || traits_of(s.weight_format).written_by_update, i,
             "a format of weights that the update can write");
     require(!is_remainder(s.master_kind) || s.param_type == Element::kBFloat16, i, "a BF16 parameter");
+    require(s.changes % 16 == 0, i, "bits of changes at a multiple of 16 bytes");
     require(!s.scale_changes || (s.quantized && s.changes && s.param), i, "changes of scales of a quantized parameter");
     const bool scaled = is_scaled(s.master_kind) ||
                         std::any_of(states, end, [](const State& state) { return is_scaled(state.format); });

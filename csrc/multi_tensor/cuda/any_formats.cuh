@@ -136,7 +136,7 @@ struct StoreParam {
     uint32_t group8;
     const Rounding& rounding;
     float* master_scale;
-    const Earlier& earlier;
+    Earlier& earlier;
 
     template <class Formats>
     __device__ __forceinline__ void operator()(Formats) const {
@@ -147,7 +147,7 @@ struct StoreParam {
 template <>
 __device__ __forceinline__ void store_param<AnyFormats>(const View& view, uint32_t element, const float* before,
                                                         float* values, uint32_t group8, const Rounding& rounding,
-                                                        float* master_scale, const Earlier& earlier) {
+                                                        float* master_scale, Earlier& earlier) {
     dispatch_master(view.master_kind(),
                     StoreParam{view, element, before, values, group8, rounding, master_scale, earlier});
 }

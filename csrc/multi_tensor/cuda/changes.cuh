@@ -52,12 +52,20 @@ __device__ __forceinline__ uint8_t* marks_of_group8(uint32_t element) {
     return reinterpret_cast<uint8_t*>(changes_of_chunk.elements) + element / 8;
 }
 
-// What a thread's eight elements have before the update: bits that are set already and, of a quantized weight, codes.
-// Read long before they are needed, since memory takes its time.
+// What a thread's eight elements have before the update: bits that are set already, and what is stored, the codes of a
+// quantized weight or the halves that remainders complete. Read long before they are needed, since memory takes its
+// time. `changed`: what the update finds, bit i of element i.
 struct Earlier {
     uint32_t marked = 0;
-    uint32_t codes[2]{};
+    uint32_t stored[4]{};
+    uint32_t changed = 0;
 };
+
+// Whether the update marks this chunk's elements. The codes of some quantized weights are another kernel's.
+template <bool has_weights>
+__device__ __forceinline__ bool marks_elements(const View& view) {
+    return changes_of_chunk.elements && !(has_weights && view.info.quantized && !view.param);
+}
 
 // Whether the bits that are set already are kept.
 __device__ __forceinline__ bool keeps_marks() { return changes_of_chunk.elements && !changes_of_chunk.overwrites; }
@@ -70,25 +78,24 @@ __device__ __forceinline__ bool replaces_codes(const View& view) {
 
 template <bool has_weights>
 __device__ __forceinline__ void load_earlier(Earlier& earlier, const View& view, uint32_t element) {
-    if (replaces_codes<has_weights>(view)) load<1>(earlier.codes, view.param, element);
+    if (replaces_codes<has_weights>(view)) load<1>(earlier.stored, view.param, element);
     if (keeps_marks()) earlier.marked = *marks_of_group8(element);
 }
 
-// Bit i: of element i of a thread's eight. `marked`: those that were set. Bytes without a new bit are not written.
-__device__ __forceinline__ void mark_group8(uint32_t element, uint32_t changed, uint32_t marked) {
-    const uint32_t all = marked | changed;
-    if (changes_of_chunk.overwrites || all != marked) *marks_of_group8(element) = static_cast<uint8_t>(all);
+// Bytes without a new bit are not written.
+template <bool has_weights>
+__device__ __forceinline__ void mark_group8(const View& view, uint32_t element, const Earlier& earlier) {
+    const uint32_t all = earlier.marked | earlier.changed;
+    if (marks_elements<has_weights>(view) && (changes_of_chunk.overwrites || all != earlier.marked)) {
+        *marks_of_group8(element) = static_cast<uint8_t>(all);
+    }
 }
 
 // Two elements of 16 bits to a word: bit i says whether element i differs.
 __device__ __forceinline__ uint32_t differing_halves(const uint32_t* before, const uint32_t* after) {
     uint32_t found = 0;
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        const uint32_t x = before[k] ^ after[k];
-        const uint32_t differs = (((x & 0x7FFF7FFFu) + 0x7FFF7FFFu) | x) & 0x80008000u;
-        found |= differs >> (15 - 2 * k);
-    }
+    for (int k = 0; k < 4; ++k) found += __vminu2(before[k] ^ after[k], 0x00010001u) << 2 * k;
     return (found | found >> 15) & 0xFFu;
 }
 
@@ -99,15 +106,13 @@ __device__ __forceinline__ void upper_halves(uint32_t* words, const float* value
     }
 }
 
-// What is_changed() says of eight elements.
+// What is_changed() says of eight elements. `stored`: as in Earlier.
 __device__ __forceinline__ uint32_t changed_group8(Master master, Element type, const float* before, const float* after,
-                                                   uint32_t group8, const Rounding& rounding) {
+                                                   const uint32_t* stored, uint32_t group8, const Rounding& rounding) {
     uint32_t was[4], is[4];
     if (is_remainder(master)) {
-        const uint32_t carry = master == Master::kRemainder16 ? 0x8000u : 0x8080u;
-        upper_halves(was, before, carry);
-        upper_halves(is, after, carry);
-        return differing_halves(was, is);
+        upper_halves(is, after, master == Master::kRemainder16 ? 0x8000u : 0x8080u);
+        return differing_halves(stored, is);
     }
     if (type == Element::kBFloat16) {
         if (master == Master::kParameter) {
@@ -133,20 +138,9 @@ __device__ __forceinline__ uint32_t changed_group8(Master master, Element type, 
     return changed;
 }
 
-__device__ __forceinline__ void mark_values(Master master, Element type, uint32_t element, const float* before,
-                                            const float* after, uint32_t group8, const Rounding& rounding,
-                                            uint32_t marked) {
-    if (!changes_of_chunk.elements) return;
-    mark_group8(element, changed_group8(master, type, before, after, group8, rounding), marked);
-}
-
 // The same of eight codes of a quantized weight.
-__device__ __forceinline__ void mark_codes(uint32_t element, const Earlier& earlier, const uint32_t* after) {
-    if (!changes_of_chunk.elements) return;
-    constexpr uint32_t kGather = 0x01020408u;  // brings the lowest bits of four bytes together in the highest byte
-    const uint32_t low = __vsetne4(earlier.codes[0], after[0]) * kGather >> 24;
-    const uint32_t high = __vsetne4(earlier.codes[1], after[1]) * kGather >> 24;
-    mark_group8(element, (low & 0xFu) | (high & 0xFu) << 4, earlier.marked);
+__device__ __forceinline__ uint32_t changed_codes(const uint32_t* before, const uint32_t* after) {
+    return differing_bytes(before[0], after[0]) | differing_bytes(before[1], after[1]) << 4;
 }
 
 // Scales of neighbouring chunks may have bits in one word.

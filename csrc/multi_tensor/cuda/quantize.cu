@@ -288,7 +288,7 @@ struct StoredTile {
     }
     // Which of a lane's four bytes of row k are others.
     __device__ __forceinline__ uint32_t changed(uint32_t k, uint32_t fresh) const {
-        if constexpr (tracked) return Marker<tracked>::differing(words[k], fresh) << kPerLane * k;
+        if constexpr (tracked) return differing_bytes(words[k], fresh) << kPerLane * k;
         return 0;
     }
     // `changed`: of all rows. Every lane of the warp calls it.

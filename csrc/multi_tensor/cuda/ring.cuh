@@ -78,11 +78,12 @@ struct Pace {
     static constexpr bool kInt8 = Formats::format == Format::kInt8;
     static constexpr bool kNoMaster = Formats::master == Master::kParameter;
     static constexpr bool kLittleToRead = kInt8 && (kNoMaster || master_bytes(Formats::master) == 1);
+    static constexpr bool kReplacesCodes = Formats::tracked && Formats::has_weights;  // and reads them
 
     static constexpr int kTilesPerChunk = !Formats::scaled     ? 1
                                           : kInt8 && kNoMaster ? kMaxTilesPerChunk
                                                                : kMaxTilesPerChunk / 2;
-    static constexpr uint32_t kTilesAhead = kLittleToRead || Formats::has_weights ? 3 : 4;
+    static constexpr uint32_t kTilesAhead = kReplacesCodes ? 2 : kLittleToRead || Formats::has_weights ? 3 : 4;
 };
 
 // `usual`: see View::is_usual. What is not needs more room for a tile, and has fewer on their way.
@@ -92,7 +93,7 @@ struct Ring {
     static constexpr bool kReadsParam = master == Master::kParameter && reads_param(Formats::rule);
     static constexpr bool kHasParam = kReadsParam || is_remainder(master);
     static constexpr bool kHasMaster = master != Master::kParameter;
-    static constexpr bool kHasCodes = Formats::tracked && Formats::has_weights;  // those that are replaced
+    static constexpr bool kHasCodes = Pace<Formats>::kReplacesCodes;
     static constexpr int kMasterBytes = kHasMaster ? master_bytes(master) : 0;
     static constexpr int kStateBytes = format_bytes(Formats::format);
     static constexpr int kStateCount = state_count(Formats::rule);
@@ -109,6 +110,12 @@ struct Ring {
 
     const View& view;
     char* memory;
+
+    // At least 512 bytes that are the warp's alone, once it has taken the stage's tile: where its gradients were, and
+    // no other warp's are.
+    __device__ __forceinline__ char* of_stage(uint32_t stage) const {
+        return of_warp(memory + stage * kTileBytes, view.grad_type() == Element::kFloat32 ? 4 : 2);
+    }
 
     // Begins the copies of a tile, if the chunk has it.
     __device__ __forceinline__ void fetch_tile(uint32_t element, uint32_t stage) const {
@@ -143,7 +150,7 @@ struct Ring {
             take<kStateBytes>(raw.states[i].words, tile + kStates + i * kTile * kStateBytes);
         });
         if constexpr (kHasCodes) {
-            if (replaces_codes<true>(view)) take<1>(raw.earlier.codes, tile + kCodes);
+            if (replaces_codes<true>(view)) take<1>(raw.earlier.stored, tile + kCodes);
         }
         __syncwarp();
     }

@@ -182,9 +182,11 @@ struct View {
     __device__ __forceinline__ Master master_kind() const {
         return static_cast<Master>(info.master_low | info.master_high << 2);
     }
-    // Gradients and parameters in BF16, and blocks of 128.
+    // Gradients in BF16, parameters in BF16 or quantized, and blocks of 128.
+    template <bool has_weights>
     __device__ __forceinline__ bool is_usual() const {
-        return grad_type() == Element::kBFloat16 && param_type() == Element::kBFloat16 &&
+        const bool no_type = has_weights && info.quantized;
+        return grad_type() == Element::kBFloat16 && (no_type || param_type() == Element::kBFloat16) &&
                info.block_log2 == kLargestBlockLog2;
     }
     __device__ __forceinline__ void assume_usual() {

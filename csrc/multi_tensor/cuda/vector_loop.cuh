@@ -4,6 +4,7 @@
 
 #include "cuda/changes.cuh"
 #include "cuda/codecs.cuh"
+#include "cuda/marks_of_chunk.cuh"
 #include "cuda/packets.cuh"
 #include "cuda/ring.cuh"
 #include "cuda/table.cuh"
@@ -100,7 +101,7 @@ struct StoreWeight {
     const float* values;
     float absmax;     // infinity or NaN if some value is
     uint32_t finite;  // bits of the largest finite magnitude
-    const Earlier& earlier;
+    Earlier& earlier;
 
     template <class Codec>
     __device__ __forceinline__ void operator()(Codec) const {
@@ -131,14 +132,14 @@ struct StoreWeight {
     __device__ __forceinline__ void encode(float inverse) const {
         uint32_t words[2];
         encode_group8<Codec>(words, values, inverse, absmax);
-        if constexpr (tracked) mark_codes(element, earlier, words);
+        if constexpr (tracked) earlier.changed = changed_codes(earlier.stored, words);
         store<1>(words, view.param, element);
     }
 };
 
 template <bool tracked>
 __device__ __forceinline__ void store_weight(const View& view, uint32_t element, const float* values,
-                                             const Earlier& earlier) {
+                                             Earlier& earlier) {
     const float absmax = thread_absmax<kVector>(values);
     const uint32_t finite = magnitudes_of<kVector>(values, absmax).finite;
     if (view.absmax) {
@@ -164,7 +165,7 @@ __device__ __forceinline__ void store_float16_master(const View& view, uint32_t 
 template <class Formats>
 __device__ __forceinline__ void store_param(const View& view, uint32_t element, const float* before, float* values,
                                             uint32_t group8, const Rounding& rounding, float* master_scale,
-                                            const Earlier& earlier) {
+                                            Earlier& earlier) {
     if constexpr (Formats::master == Master::kParameter) {
         store<true>(values, group8, rounding, view.param_type(), view.param, element);
     } else if constexpr (!is_remainder(Formats::master)) {
@@ -254,6 +255,11 @@ struct Raw {
     Packet<format_bytes(Formats::format)> states[state_places(Formats::rule)]{};
     Earlier earlier;  // of kernels that mark changes
 
+    __device__ __forceinline__ void keep_halves() {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) earlier.stored[k] = param.words[k];
+    }
+
     __device__ __forceinline__ void load_all(const View& view, uint32_t element) {
         load(grad, view.grad_type(), view.grad, element);
         if constexpr (reads_param(Formats::rule)) load_param<Formats>(param, master, view, element);
@@ -311,7 +317,9 @@ struct Values {
     __device__ __forceinline__ void decode_all(const View& view, Raw<Formats, Packet4>& raw, uint32_t element) {
         const uint32_t scale = element >> view.info.block_log2;
         decode(grad, raw.grad, view.grad_type());
-        const bool scaled = is_scaled(Formats::master_of(view.master_kind()));
+        const Master master = Formats::master_of(view.master_kind());
+        const bool scaled = is_scaled(master);
+        if (Formats::tracked && is_remainder(master)) raw.keep_halves();
         decode_param<Formats, Packet4>(param, view, raw.param, raw.master, scaled ? block->master_scales[scale] : 0.0f);
         each_state<Formats::rule>([&](auto state) {
             constexpr int i = decltype(state)::value;
@@ -323,7 +331,7 @@ struct Values {
 
 template <class Formats>
 __device__ __forceinline__ void update_vector(const View& view, const Scalars& scalars, Values<Formats>& values,
-                                              uint32_t element, const Earlier& earlier) {
+                                              uint32_t element, Earlier& earlier) {
     constexpr int square = square_state(Formats::rule);
     Format formats[state_places(Formats::rule)];
     each_state<Formats::rule>(
@@ -345,7 +353,8 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
     store_param<Formats>(view, element, before, param, group8, scalars.rounding, master_scale, earlier);
     if constexpr (Formats::tracked) {
         if (!Formats::has_weights || !view.info.quantized) {
-            mark_values(master, view.param_type(), element, before, param, group8, scalars.rounding, earlier.marked);
+            earlier.changed =
+                changed_group8(master, view.param_type(), before, param, earlier.stored, group8, scalars.rounding);
         }
     }
     each_state<Formats::rule>([&](auto state) {
@@ -416,7 +425,7 @@ struct CopyWeightScales {
 
 template <class Formats>
 __device__ __forceinline__ void update_elements(const View& view, const Scalars& scalars, Values<Formats>& values,
-                                                uint32_t element, const Earlier& earlier) {
+                                                uint32_t element, Earlier& earlier) {
     update_vector<Formats>(view, scalars, values, element, earlier);
     if (block->scalars.writes_gradient) store_unscaled(view, scalars, element);
 }
@@ -430,60 +439,33 @@ __device__ __forceinline__ void loop_loading(const View& view, const Scalars& sc
         Values<Formats> values;
         values.decode_all(view, raw, element);
         update_elements<Formats>(view, scalars, values, element, raw.earlier);
+        if constexpr (Formats::tracked) mark_group8<Formats::has_weights>(view, element, raw.earlier);
     }
 }
-
-// The bits that are set already of a thread's elements in all tiles of a chunk: all are read at once, since a read in
-// the loop would hold up the tiles behind it.
-template <int tiles>
-struct MarksOfChunk {
-    static_assert(tiles % 4 == 0, "whole words");
-    uint32_t words[tiles / 4]{};
-
-    __device__ __forceinline__ explicit MarksOfChunk(const View& view) {
-        if (!keeps_marks()) return;
-#pragma unroll
-        for (int k = 0; k < tiles; ++k) {
-            const uint32_t element = threadIdx.x * kVector + k * kTile;
-            if (element < view.vector_count) words[k / 4] |= uint32_t{*marks_of_group8(element)} << 8 * (k % 4);
-        }
-    }
-
-    // Those of the next tile.
-    __device__ __forceinline__ uint32_t next() {
-        const uint32_t found = words[0] & 0xFFu;
-#pragma unroll
-        for (int i = 0; i < tiles / 4; ++i) {
-            words[i] = __funnelshift_r(words[i], i + 1 < tiles / 4 ? words[i + 1] : 0u, 8);
-        }
-        return found;
-    }
-};
-
-struct NoMarks {
-    __device__ __forceinline__ explicit NoMarks(const View&) {}
-    __device__ __forceinline__ uint32_t next() { return 0; }
-};
 
 template <class Formats>
 using Marks = std::conditional_t<Formats::tracked, MarksOfChunk<Pace<Formats>::kTilesPerChunk>, NoMarks>;
 
 // The next tiles are on their way while one is updated.
 template <class Formats, bool usual>
-__device__ __forceinline__ void loop_staged(const View& view, const Scalars& scalars, Ring<Formats, usual> ring,
-                                            Marks<Formats> marks) {
+__device__ __forceinline__ void loop_staged(const View& view, const Scalars& scalars, Ring<Formats, usual> ring) {
+    Marks<Formats> marks;
     uint32_t stage = 0;
 #pragma unroll 1
     for (uint32_t element = threadIdx.x * kVector; element < view.vector_count; element += kTile) {
         Raw<Formats, OrderedPacket> raw;
         ring.take_tile(raw, stage);
-        raw.earlier.marked = marks.next();
         Values<Formats> values;
         values.decode_all(view, raw, element);
-        ring.fetch_tile(element + ring.kStages * kTile, stage);
+        const uint32_t ahead = element + ring.kStages * kTile;
+        marks.fetch(view, ahead / kTile, ring.of_stage(stage));
+        ring.fetch_tile(ahead, stage);
         update_elements<Formats>(view, scalars, values, element, raw.earlier);
+        marks.put(raw.earlier.changed);
         stage = stage + 1 == ring.kStages ? 0 : stage + 1;
     }
+    constexpr uint32_t behind = Pace<Formats>::kTilesPerChunk % ring.kStages;  // the stage of the tile behind the last
+    marks.template write<Formats::has_weights>(view, ring.of_stage(behind), ring.of_stage((behind + 1) % ring.kStages));
 }
 
 template <class Formats, bool usual>
@@ -495,10 +477,9 @@ __device__ __forceinline__ void loop_over_chunk(const View& view) {
         for (uint32_t stage = 0; stage < ring.kStages; ++stage) {
             ring.fetch_tile(threadIdx.x * kVector + stage * kTile, stage);
         }
-        const Marks<Formats> marks{view};
         read_scales<Formats>(view, blocks);
         __syncthreads();
-        loop_staged<Formats, usual>(view, scalars, ring, marks);
+        loop_staged<Formats, usual>(view, scalars, ring);
     } else {
         read_scales<Formats>(view, blocks);
         __syncthreads();
@@ -517,7 +498,7 @@ __device__ __forceinline__ void loop_over_chunk(const View& view) {
 template <class Formats>
 __device__ __forceinline__ void vector_loop() {
     View view = block->view;
-    if (Formats::staged && view.is_usual()) {
+    if (Formats::staged && view.is_usual<Formats::has_weights>()) {
         view.assume_usual();
         loop_over_chunk<Formats, Formats::staged>(view);
     } else {

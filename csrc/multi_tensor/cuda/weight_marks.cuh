@@ -13,12 +13,6 @@ template <bool tracked>
 struct Marker {
     WeightMarks marks;
 
-    // Bit i: whether byte i of two words is another one.
-    __device__ __forceinline__ static uint32_t differing(uint32_t before, uint32_t after) {
-        constexpr uint32_t kGather = 0x01020408u;  // brings the lowest bits of four bytes together in the highest byte
-        return (__vsetne4(before, after) * kGather >> 24) & 0xFu;
-    }
-
     // Sets up to eight bits from `first` on, whose words other threads have bits in.
     __device__ __forceinline__ static void set(uint64_t bits, uint64_t first, uint32_t changed) {
         if (!changed) return;
@@ -94,9 +88,9 @@ struct StoredGroup8 {
     __device__ __forceinline__ void mark(const Marker<tracked>& marker, uint64_t group8, const uint32_t* fresh) const {
         if constexpr (tracked) {
             if (!marker.marks.codes) return;
-            const uint32_t low = marker.differing(words[0], fresh[0]);
+            const uint32_t low = differing_bytes(words[0], fresh[0]);
             if constexpr (kWords == 2) {
-                const uint32_t changed = low | marker.differing(words[1], fresh[1]) << 4;
+                const uint32_t changed = low | differing_bytes(words[1], fresh[1]) << 4;
                 uint8_t* const bits = reinterpret_cast<uint8_t*>(marker.marks.codes) + group8;
                 if (changed) *bits |= static_cast<uint8_t>(changed);
             } else {
