@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backend_pair import Pair, UseBackend, assert_same_bits, gradients, one_group
-from cases import MASTERS, Master, Shape, values
+from backend_pair import Pair, UseBackend, assert_same_bits
+from cases import MASTERS, Master
 from fused_optim import FusedAdam
 from fused_optim.quantized import Float8BlockScaling, Float8DelayedScaling, MXFP8BlockScaling, QuantizedTensor, Recipe
 
@@ -18,14 +18,24 @@ pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available()
 ROWS = 143_361  # of 1,024: eight chunks of 16 tiles for each of seven thread blocks of 160 multiprocessors, and a tile
 
 
+SHAPES = ((ROWS, 1024), (300_003,))
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Made on the GPU: on a CPU that would take longer than all else."""
+    return torch.randn(shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("master", MASTERS, ids=str)
 def test_many_elements(master: Master, dtype: torch.dtype, use_backend: UseBackend) -> None:
-    shapes = [Shape("matrix", (ROWS, 1024), 128), Shape("vector", (300_003,), 128)]
+    def groups() -> list[dict[str, Any]]:
+        return [{"params": [nn.Parameter(random(shape, master.param_dtype, seed=0)) for shape in SHAPES]}]
+
     options: dict[str, Any] = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype, **master.options}
-    pair = Pair(one_group(shapes, master, "cuda"), "cuda", use_backend, **options)
-    for step in range(2):
-        pair.step(gradients(pair.reference.store.params, torch.bfloat16, "cuda", step))
+    pair = Pair(groups, "cuda", use_backend, **options)
+    for step in range(1, 3):
+        pair.step([random(shape, torch.bfloat16, seed=step) for shape in SHAPES])
 
 
 def components(weight: Tensor) -> dict[str, Tensor]:
@@ -38,15 +48,15 @@ def components(weight: Tensor) -> dict[str, Tensor]:
 def test_many_quantized_weights(recipe: Recipe, grad_dtype: torch.dtype, use_backend: UseBackend) -> None:
     """Masters and states are those of an FP32 parameter; codes and scales are what torch makes of these masters."""
     shape = (ROWS // 128 * 128, 1024)
-    weight = nn.Parameter(QuantizedTensor.from_values(values(shape, torch.bfloat16, "cuda", seed=0), recipe))
+    weight = nn.Parameter(QuantizedTensor.from_values(random(shape, torch.bfloat16, seed=0), recipe))
     weight.grad_dtype = grad_dtype
     quantized = FusedAdam([weight], lr=0.01, state_dtype="int8")
     plain_weight = nn.Parameter(weight.detach().dequantize(torch.float32))
     plain_weight.grad_dtype = grad_dtype
     plain = FusedAdam([plain_weight], lr=0.01, state_dtype="int8")
     use_backend("cuda")
-    for step in range(2):
-        weight.grad = plain_weight.grad = gradients([plain_weight], grad_dtype, "cuda", step)[0]
+    for step in range(1, 3):
+        weight.grad = plain_weight.grad = random(shape, grad_dtype, seed=step)
         quantized.step()
         plain.step()
     state, expected = quantized.state[weight], plain.state[plain_weight]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -109,14 +108,13 @@ def kept_bits(param: Tensor, states: dict[str, Tensor]) -> int:
 
 def assert_near(actual: Tensor, expected: Tensor, old: Tensor, bits: int) -> None:
     """Within 2 units in the last FP32 place of the larger of value and update; of less precise values, 1 unit more."""
-    a, b, before = (x.double().cpu().numpy() for x in (actual, expected, old))
-    with np.errstate(invalid="ignore", over="ignore"):
-        largest = np.fmax(np.abs(b), np.abs(b - before)).astype(np.float32)
-        margin = 2 * np.spacing(largest).astype(np.float64)
-        if bits < 24:
-            margin += np.maximum(np.abs(b) * 2.0 ** (1 - bits), 2.0**-24)
-        near = np.abs(a - b) <= margin
-    assert np.all(near | (a == b) | (np.isnan(a) & np.isnan(b)))
+    a, b, before = (x.detach().double() for x in (actual, expected, old))
+    largest = torch.fmax(b.abs(), (b - before).abs()).float()
+    margin = 2 * (torch.nextafter(largest, torch.tensor(torch.inf, device=largest.device)) - largest).double()
+    if bits < 24:
+        margin += (b.abs() * 2.0 ** (1 - bits)).clamp_min(2.0**-24)
+    near = (a - b).abs() <= margin
+    assert bool((near | (a == b) | (a.isnan() & b.isnan())).all())
 
 
 def gradients(params: list[Tensor], dtype: torch.dtype, device: str, seed: int) -> list[Tensor]:
