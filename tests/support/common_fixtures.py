@@ -44,6 +44,20 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish() -> None:
+    _keep()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """And so does what a file's tests have left behind, modules and compiled code above all."""
+    try:
+        return (yield)
+    finally:
+        if nextitem is not None and nextitem.path != item.path:
+            _keep()
+
+
+def _keep() -> None:
     gc.collect()
     gc.freeze()
 
