@@ -64,7 +64,8 @@ class Publisher(Optimizer):
     @ungraded
     def take_changes(self, model: nn.Module, gather: bool = False) -> dict[str, Changes]:
         """What has changed since the last call, or since :meth:`track_changes`: by name, where in the whole tensor, and
-        what it is now. Nothing counts as changed afterwards.
+        what it is now. Nothing of the model counts as changed afterwards; parameters of other models, which the
+        optimizer has as well, still do.
 
         Names are those of :meth:`master_state_dict`; a tied parameter has its first one. The codes of a quantized
         weight have its name (uint8), its scales ``NAME_scale`` and ``NAME_tensor_scale``. Tensors without changes are
@@ -78,7 +79,12 @@ class Publisher(Optimizer):
         with ``gather`` on every rank where one of them raises.
         """
         changes = self._look_at_changes("take_changes()", model, gather)
-        self._tracker().clear(at_once=self.store.settings.capturable or self.stepper.is_captured)
+        published = self.store.published
+        in_model = None if published is None else published.in_model(self.store.params)
+        if in_model is not None:
+            self._tracker().clear_of(in_model)
+        else:
+            self._tracker().clear(at_once=self.store.settings.capturable or self.stepper.is_captured)
         return changes
 
     @between_graphs

@@ -218,6 +218,14 @@ class ChangeTracker:
         for memory in self._memories():
             memory.forget(at_once)
 
+    def clear_of(self, params: Iterable[Tensor]) -> None:
+        """Nothing of these has changed."""
+        for param in params:
+            tracked = self._tracked[param]
+            tracked.memory.wipe()
+            for bits in tracked.bits.values():
+                bits.zero_()
+
     def __getitem__(self, param: Tensor) -> Tracked:
         """Of a parameter that came later, or has another shard by now: all of it is marked."""
         tracked = self._tracked.get(param)

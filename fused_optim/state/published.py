@@ -77,6 +77,8 @@ class Published:
         named = [*model.named_parameters(remove_duplicate=False)]
         self._names_in_model = [name for name, _ in named]
         self._in_model, self._own = Identities(param for _, param in named), Identities(params)
+        own = set(param for _, param in named)
+        self._missing = [i for i, param in enumerate(params) if param not in own]  # those of another model
         first = [(i, param) for i, param in enumerate(params) if param in names and _is_first_replica(param)]
         self._names = [(i, {part: part_name(names[param][0], part) for part in parts_of(param)}) for i, param in first]
         self._located: dict[tuple[int, str], Located] = {}
@@ -84,6 +86,11 @@ class Published:
         every = Counter(name for _, own in self._names for name in own.values())
         if twice := sorted(name for name, count in every.items() if count > 1):
             raise ValueError(f"two tensors would be published as {', '.join(twice)}: rename the parameter of that name")
+
+    def in_model(self, params: Sequence[Tensor]) -> list[Tensor] | None:
+        """Which of the optimizer's parameters the model has, here or on other ranks; None if it has all."""
+        missing = set(self._missing)
+        return [param for i, param in enumerate(params) if i not in missing] if missing else None
 
     def is_of(self, model: nn.Module, params: Sequence[Tensor]) -> bool:
         """Whether these hold the same parameters under the same names."""

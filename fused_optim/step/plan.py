@@ -365,7 +365,7 @@ class Plan:
             target=target,
             absmax=absmax,
         )
-        if changes is not None and part.shards.marks(work):
+        if changes is not None:
             self._let_mark(part, i, work, param)
         can_be_watched = not shared and (is_watchable(param) if target is None else target.names is not None)
         is_watched = part.shards.set(i, work, part.watched[i] if can_be_watched else None)
@@ -386,18 +386,23 @@ class Plan:
         return {name: tracked.bits[name] for name in part.marked[i]}
 
     def _let_mark(self, part: Part, i: int, work: ShardWork, param: Tensor) -> None:
-        """Let the pass mark what it changes of the parameter's bits, where it can."""
+        """Let the pass mark what it changes of the parameter's bits, where it can. What it writes, no adapter marks."""
         bits, target = part.tracked[i].bits, work.target
-        if target is None and work.param is local_tensor(param) and WHOLE in bits:
+        writes_codes = target is not None and target.data is not None
+        if writes_codes:
+            part.marked[i] = tuple(name for name in part.marked[i] if name not in (CODES, SCALES))
+        if not part.shards.marks(work):
+            return
+        if writes_codes:
+            work.changes, work.scale_changes = bits[CODES], bits.get(SCALES)
+            part.marked[i] = (*part.marked[i], CODES, SCALES)
+            part.by_pass.add(i)
+        elif target is None and work.param is local_tensor(param) and WHOLE in bits:
             work.changes, part.marked[i] = bits[WHOLE], (WHOLE,)
             part.by_pass.add(i)
             # What a NaN in FP16 was is in no register.
             if not self._layouts[part.indices[i]].master.is_separate and param.dtype != torch.float16:
                 part.exact.add(i)
-        elif target is not None and target.data is not None:
-            work.changes, work.scale_changes = bits[CODES], bits.get(SCALES)
-            part.marked[i] = tuple({*part.marked[i], CODES, SCALES})
-            part.by_pass.add(i)
 
     @staticmethod
     def _dense_gradient(part: Part, grad: Tensor, param: Tensor, shared: bool) -> Tensor:

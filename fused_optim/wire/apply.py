@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +99,10 @@ def apply_changes(
         names: where tensors go that have another name, or lie in another, there; see :func:`fused_rows`.
 
     Raises ValueError for a file that is damaged, of another version or for another base, and for another shape or
-    dtype; KeyError for a tensor that is not there; TypeError for targets that are no plain tensors.
+    dtype; KeyError for a tensor that is not there; TypeError for targets that are no plain tensors, have no values, or
+    have elements that share memory; RuntimeError for quantized weights into which plain values were written, and which
+    wait for ``finish_initialization``. Quantized weights of this package are taken as they are: an optimizer's masters
+    follow them, as after any other write.
     """
     read = read_changes(file)
     if base is None:
@@ -112,15 +115,25 @@ def apply_changes(
         )
     targets = _targets(model)
     planned = [write for name, changes in read.changes.items() for write in _planned(targets, name, changes, names)]
+    weights = {key: tensor for key, tensor, part in _named(model) if part is not tensor}
+    written = list({id(weights[key]): weights[key] for key, *_ in planned if key in weights}.values())
+    for weight in written:
+        _check_quantized(weight)
     with torch.no_grad():
-        for target, at, values in planned:
+        for _, target, at, values in planned:
             target[tuple(index.to(target.device) for index in at)] = values.to(target.device)
+        for weight in written:
+            _mark_written(weight)
     if isinstance(model, nn.Module):
         _STEPS[model] = read.step
     return read.step
 
 
-_Write = tuple[Tensor, tuple[Tensor, ...], Tensor]
+class _Write(NamedTuple):
+    key: str  # of the target
+    target: Tensor
+    at: tuple[Tensor, ...]
+    values: Tensor
 
 
 def _planned(targets: Mapping[str, Tensor], name: str, changes: Changes, names: Names | None) -> list[_Write]:
@@ -133,11 +146,11 @@ def _planned(targets: Mapping[str, Tensor], name: str, changes: Changes, names: 
         raise KeyError(f"{name} is in the file, and not in the model")
     target = _checked(targets[key], key, changes.values.dtype)
     if name.endswith(_TENSOR_SCALE) and changes.values.numel() == 1:  # of a whole weight, once or for each row
-        return [(target, (), _integers(changes.values).view(()))]
+        return [_Write(key, target, (), _integers(changes.values).view(()))]
     shapes = tuple(target.shape), tuple(changes.shape)
     # Of a weight with more dims than the matrix that was quantized, or the other way round.
     if shapes[0] == shapes[1] or _is_merged(*shapes) or _is_merged(*reversed(shapes)):
-        return [_at(target, changes.indices, _integers(changes.values))]
+        return [_at(key, target, changes.indices, _integers(changes.values))]
     raise ValueError(f"{key}: expected shape {changes.shape}, as {name} was published, got {tuple(target.shape)}")
 
 
@@ -153,11 +166,11 @@ def _is_merged(fine: tuple[int, ...], coarse: tuple[int, ...]) -> bool:
     return math.prod(rest) == 1
 
 
-def _at(target: Tensor, indices: Tensor, values: Tensor) -> _Write:
+def _at(key: str, target: Tensor, indices: Tensor, values: Tensor) -> _Write:
     """A write at flat indices, whatever lies where in memory."""
     if target.is_contiguous():
-        return target.view(-1), (indices,), values
-    return target, torch.unravel_index(indices, target.shape), values
+        return _Write(key, target.view(-1), (indices,), values)
+    return _Write(key, target, torch.unravel_index(indices, target.shape), values)
 
 
 def _into_box(targets: Mapping[str, Tensor], name: str, changes: Changes, box: Box) -> _Write:
@@ -173,20 +186,39 @@ def _into_box(targets: Mapping[str, Tensor], name: str, changes: Changes, box: B
     for index, first, size in zip(at, box.source, box.sizes, strict=True):
         inside &= (index >= first) & (index < first + size)
     moved = tuple(index[inside] - s + o for index, s, o in zip(at, box.source, box.offsets, strict=True))
-    return target, moved, _integers(changes.values)[inside]
+    return _Write(box.name, target, moved, _integers(changes.values)[inside])
 
 
 def _targets(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by name; of weights that this package has quantized what is published: components, or kept values."""
+    return {key: part.detach() for key, _, part in _named(model)}
+
+
+def _named(model: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """What is published, by name, as a part of its tensor.
+
+    Of weights that this package has quantized these are components, or kept values; of others the tensors themselves.
+    """
     given = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
-    found: dict[str, Tensor] = {}
     for name, tensor in given.items():
         if not isinstance(tensor, Tensor):  # what a module returns from get_extra_state
             continue
         components: Mapping[str, Tensor] = getattr(tensor, "components", {"": getattr(tensor, "plain", tensor)})
         for part, value in components.items():
-            found[part_name(name, part)] = value.detach()
-    return found
+            yield part_name(name, part), tensor, value
+
+
+def _check_quantized(weight: Any) -> None:
+    """Raise RuntimeError where plain values wait to be quantized: the codes are not those of a base."""
+    if hasattr(weight, "check_quantized"):
+        weight.check_quantized()
+
+
+def _mark_written(weight: Any) -> None:
+    """Let an optimizer's master follow, as after any write into the weight; initial values are outdated."""
+    if hasattr(weight, "mark_updated"):
+        weight.mark_updated()
+    if not weight.is_inference():
+        torch.autograd.graph.increment_version(weight)
 
 
 def part_name(name: str, part: str) -> str:
@@ -208,6 +240,11 @@ def _checked(target: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     """The target as integers of its size."""
     if type(target) not in (Tensor, nn.Parameter) or target.layout != torch.strided:
         raise TypeError(f"{name}: expected a plain tensor, got {type(target).__name__} ({target.layout})")
+    if target.is_meta or any(
+        size > 1 and not stride for size, stride in zip(target.shape, target.stride(), strict=True)
+    ):
+        what = "on the meta device" if target.is_meta else f"with strides {target.stride()}"
+        raise TypeError(f"{name}: expected a tensor with memory for each element, got one {what}")
     bytes_alike = target.element_size() == dtype.itemsize == 1 and torch.uint8 in (target.dtype, dtype)
     if target.dtype != dtype and not bytes_alike:
         raise ValueError(f"{name}: expected {dtype}, as it was published, got {target.dtype}")

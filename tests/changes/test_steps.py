@@ -15,9 +15,7 @@ from change_cases import MASTERS, RECIPES, STATES, Expected, Model, set_gradient
 from fused_optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon, enable_gradient_release, muon_param_groups
 from fused_optim.backends.engine import CachedShard
 from fused_optim.memory.by_parameter import Held
-from fused_optim.quantized import (
-    quantize_model_,
-)
+from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 from fused_optim.state import changes
 from fused_optim.state.changes import WHOLE, ChangeTracker, Shard, StepChanges
 from pairwise import pairwise
@@ -68,6 +66,23 @@ def test_quantized_weights(device: str, recipe: Any, state: str, master: dict[st
     model = nn.Sequential(nn.Linear(256, 256, bias=True), nn.Linear(256, 128, bias=False)).to(device, torch.bfloat16)
     quantize_model_(model, recipe)
     run(model, FusedAdamW(model.parameters(), lr=1e-3, state_dtype=state, **master))
+
+
+MASTERS_OF_QUANTIZED = [{}, {"master_weight_dtype": torch.float16}, {"master_bits": 0}]
+
+
+@pytest.mark.parametrize(
+    "rule, recipe, state, master",
+    pairwise([FusedLion, FusedMuon], RECIPES, ["fp32", "int8"], MASTERS_OF_QUANTIZED),
+    ids=str,
+)
+def test_quantized_weights_of_other_rules(
+    device: str, rule: Any, recipe: Any, state: str, master: dict[str, Any]
+) -> None:
+    """Whose passes write codes without marking them, or do not write them."""
+    model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 128, bias=False)).to(device, torch.bfloat16)
+    quantize_model_(model, recipe)
+    run(model, rule(model.parameters(), lr=1e-3, state_dtype=state, **master))
 
 
 @pytest.mark.parametrize("lr", RATES)
@@ -236,6 +251,29 @@ def test_peek_keeps_what_take_clears(device: str) -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match="track_changes"):
         optimizer.take_changes(model)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_take_of_one_model_keeps_what_changed_in_another(device: str, first: int, quantized: bool) -> None:
+    """As of an actor and a critic that share an optimizer."""
+    models = [nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 64)).to(device, torch.bfloat16) for _ in range(2)]
+    if quantized:
+        for model in models:
+            quantize_model_(model, MXFP8BlockScaling())
+    optimizer = FusedAdamW([param for model in models for param in model.parameters()], lr=1e-3)
+    optimizer.track_changes()
+    expected = [Expected(model) for model in models]
+    for step in range(4):
+        for model in models:
+            set_gradients(model, step)
+        optimizer.step()
+        for each in expected:
+            each.look()
+        expected[first].check(optimizer.take_changes(models[first]))
+        if step % 2:
+            expected[1 - first].check(optimizer.take_changes(models[1 - first]))
+            assert all(optimizer.take_changes(model) == {} for model in models)
 
 
 def test_tracking_changes_no_bit_of_a_step(device: str) -> None:

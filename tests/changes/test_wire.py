@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from change_cases import PARTS, Expected, Model, bits, copy_of, set_gradients
+from change_cases import PARTS, RECIPES, Expected, Model, bits, copy_of, set_gradients
 from fused_optim import FusedAdamW
-from fused_optim.quantized import Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling, quantize_model_
+from fused_optim.quantized import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    quantize_model_,
+)
 from fused_optim.wire import Box, Changes, apply_changes, fused_rows, read_changes, write_changes
 from fused_optim.wire.form import PackedChanges, decode_indices, encode_indices
 
@@ -479,6 +486,55 @@ def test_quantized_replicas_follow(tmp_path: Path, recipe: object) -> None:
         assert torch.equal(model[0].weight.dequantize(), replica[0].weight.dequantize())
 
 
+@pytest.mark.parametrize("when", ["before", "stepped", "after", "after, initial values kept"])
+@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
+def test_masters_follow_what_is_applied(tmp_path: Path, recipe: Any, when: str) -> None:
+    """``when``: the optimizer of the replica got its states."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 128)).to(torch.bfloat16))
+        quantize_model_(models[-1], recipe)
+    model, replica = models
+    optimizer = FusedAdamW(model.parameters(), lr=3e-2)
+    optimizer.track_changes()
+    set_gradients(model, 1)
+    optimizer.step()
+    write_changes(optimizer.take_changes(model), tmp_path / "file", base=0, step=1)
+    follower = FusedAdamW(replica.parameters(), lr=0.0, weight_decay=0.0)
+    if when == "before":
+        follower.initialize_state()
+    if when == "stepped":
+        set_gradients(replica, 2)
+        follower.step()
+    if when == "after":
+        for layer in replica:
+            layer.weight.discard_high_precision_init()
+    apply_changes(replica, tmp_path / "file", base=0)
+    published = copy_of(model)
+    assert all(torch.equal(value, published[name]) for name, value in copy_of(replica).items())
+    for _ in range(2):  # neither steps without a learning rate nor masters bring back what was there before
+        set_gradients(replica, 3)
+        follower.step()
+    follower.sync_params_from_master()
+    # Updates were as large as weights. Decoded values that are quantized again may round, by half a step at most.
+    within = {"rtol": 0.3, "atol": 2e-2} if isinstance(recipe, NVFP4BlockScaling) else {"rtol": 0.07, "atol": 1e-3}
+    for mine, sent in zip(replica, model, strict=True):
+        torch.testing.assert_close(mine.weight.dequantize(), sent.weight.dequantize(), **within)
+        assert torch.equal(mine.bias, sent.bias)
+
+
+def test_plain_values_that_wait_are_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(128, 128, bias=False))
+    quantize_model_(model, MXFP8BlockScaling(), keep_initial=True)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    changes = {"0.weight": Changes(torch.tensor([0]), torch.ones(1, dtype=torch.uint8), (128, 128))}
+    write_changes(changes, tmp_path / "file", base=0, step=1)
+    with pytest.raises(RuntimeError, match="finish_initialization"):
+        apply_changes(model, tmp_path / "file", base=0)
+
+
 @pytest.mark.parametrize("served_kept", [False, True])
 def test_kept_weights_follow_as_plain_ones(tmp_path: Path, served_kept: bool) -> None:
     model, served = (nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)).bfloat16() for _ in range(2))
@@ -499,6 +555,21 @@ def test_kept_weights_follow_as_plain_ones(tmp_path: Path, served_kept: bool) ->
         assert torch.equal(served.state_dict()[name], value), name
 
 
+@pytest.mark.parametrize("options", [{}, {"store_param_remainders": False}], ids=str)
+def test_masters_follow_kept_weights(tmp_path: Path, options: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(128, 128)).bfloat16()
+    quantize_model_(model, Float8CurrentScaling(keep_weights=True))
+    optimizer = FusedAdamW(model.parameters(), lr=0.0, weight_decay=0.0, **options)
+    optimizer.initialize_state()
+    values = torch.full((2,), 0.75, dtype=torch.bfloat16)
+    write_changes({"0.weight": Changes(torch.tensor([5, 9]), values, (128, 128))}, tmp_path / "1", base=0, step=1)
+    apply_changes(model, tmp_path / "1", base=0)
+    for param in model.parameters():
+        param.grad = torch.ones(param.shape, dtype=param.dtype)
+    optimizer.step()
+    assert model.state_dict()["0.weight"].view(-1)[[5, 9]].tolist() == [0.75, 0.75]
+
+
 def test_a_scale_of_a_weight_fills_what_has_it_once_per_row(tmp_path: Path) -> None:
     changes = {"w_tensor_scale": Changes(torch.tensor([0]), torch.tensor([0.5]), (1,))}
     write_changes(changes, tmp_path / "file", base=0, step=1)
@@ -511,6 +582,9 @@ def test_targets_that_are_no_plain_tensors(tmp_path: Path) -> None:
     write_changes({"w": Changes(torch.tensor([0]), torch.ones(1), (4,))}, tmp_path / "file", base=0, step=1)
     with pytest.raises(TypeError, match="plain tensor"):
         apply_changes({"w": torch.ones(4).to_sparse()}, tmp_path / "file", base=0)
+    for target in (torch.ones(4, device="meta"), torch.ones(1).expand(4)):
+        with pytest.raises(TypeError, match="memory for each element"):
+            apply_changes({"w": target}, tmp_path / "file", base=0)
 
 
 def test_the_reader_needs_no_engine_and_no_optimizer(tmp_path: Path) -> None:
