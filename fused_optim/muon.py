@@ -96,8 +96,13 @@ class Muon(MomentumPass):
 
 @dataclass
 class MuonWithAdamW:
-    """Muon or AdamW, by the ``algorithm`` of a param group."""
+    """Muon or AdamW, by the ``algorithm`` of a param group.
 
+    ``betas``: of AdamW's groups that say none. They are no default of all groups: torch's schedulers cycle ``momentum``
+    then, as with torch.optim.Muon.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.999)
     muon: Muon = field(default_factory=Muon)
     adamw: Adam = field(default_factory=Adam)
 
@@ -181,7 +186,7 @@ class FusedMuon(ShardedOptimizer):
         given: dict[str, Any] = {**options}
         check_names(type(self).__name__, given, [*MuonOptions.__annotations__])
         check_differentiable(given.pop("differentiable", None))
-        rules = MuonWithAdamW()
+        rules = MuonWithAdamW(betas=given.pop("betas", (0.9, 0.999)))
         formats = {spec.option: given.pop(spec.option, None) for spec in rules.states}
         hyperparameters = {
             "lr": lr,
@@ -194,7 +199,6 @@ class FusedMuon(ShardedOptimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "ns_dtype": given.pop("ns_dtype", "bfloat16"),
             "splits": None,
-            "betas": given.pop("betas", (0.9, 0.999)),
             "bias_correction": flag_of("bias_correction", given.pop("bias_correction", True)),
             "maximize": flag_of("maximize", given.pop("maximize", None) or False),
             ALGORITHM: "muon",
@@ -207,6 +211,7 @@ class FusedMuon(ShardedOptimizer):
         """Add a param group, as torch.optim does. Raises before the group is added if it cannot be used."""
         if self.rule.for_group(param_group) is self.rule.adamw:
             param_group.setdefault("eps", _ADAMS_EPS)
+            param_group.setdefault("betas", self.rule.betas)
         dtype = param_group.get("ns_dtype", self.defaults["ns_dtype"])
         param_group["ns_dtype"] = str(dtype).removeprefix("torch.")  # checkpoints gather no torch.dtype
         super().add_param_group(param_group)

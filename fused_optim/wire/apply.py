@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +118,8 @@ def apply_changes(
     weights = {key: tensor for key, tensor, part in _named(model) if part is not tensor}
     written = list({id(weights[key]): weights[key] for key, *_ in planned if key in weights}.values())
     for weight in written:
-        _check_quantized(weight)
+        if isinstance(weight, _Quantized):
+            weight.check_quantized()
     with torch.no_grad():
         for _, target, at, values in planned:
             target[tuple(index.to(target.device) for index in at)] = values.to(target.device)
@@ -207,15 +208,17 @@ def _named(model: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[str, Tenso
             yield part_name(name, part), tensor, value
 
 
-def _check_quantized(weight: Any) -> None:
-    """Raise RuntimeError where plain values wait to be quantized: the codes are not those of a base."""
-    if hasattr(weight, "check_quantized"):
-        weight.check_quantized()
+@runtime_checkable
+class _Quantized(Protocol):
+    """A weight that this package has quantized, of a class that need not be imported here."""
+
+    def check_quantized(self) -> None: ...
+    def mark_updated(self) -> None: ...
 
 
-def _mark_written(weight: Any) -> None:
+def _mark_written(weight: Tensor) -> None:
     """Let an optimizer's master follow, as after any write into the weight; initial values are outdated."""
-    if hasattr(weight, "mark_updated"):
+    if isinstance(weight, _Quantized):
         weight.mark_updated()
     if not weight.is_inference():
         torch.autograd.graph.increment_version(weight)

@@ -322,6 +322,47 @@ def test_an_algorithm_written_into_a_running_group(first: str, then: str, missin
     steps(optimizer, range(1, 2))
 
 
+CYCLING: dict[str, Any] = {
+    "OneCycleLR": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.005, total_steps=8),
+    "CyclicLR": lambda optimizer: torch.optim.lr_scheduler.CyclicLR(optimizer, 0.001, 0.005, step_size_up=3),
+}
+
+
+@pytest.mark.parametrize("kind", CYCLING)
+def test_schedulers_cycle_momentum_as_with_torchs(kind: str) -> None:
+    shapes = [(6, 128), (128, 6)]
+    runs = [
+        (optimizer, CYCLING[kind](optimizer))
+        for optimizer in (torch.optim.Muon(params(shapes=shapes), lr=0.1), FusedMuon(params(shapes=shapes), lr=0.1))
+    ]
+    seen = []
+    for step in range(6):
+        for optimizer, scheduler in runs:
+            steps(optimizer, range(step, step + 1))
+            scheduler.step()
+        expected, found = (optimizer.param_groups[0] for optimizer, _ in runs)
+        assert found["lr"] == expected["lr"] and found["momentum"] == expected["momentum"]
+        seen.append(found["momentum"])
+    assert len(set(seen)) > 3
+    for mine, reference in zip(runs[1][0].param_groups[0]["params"], runs[0][0].param_groups[0]["params"], strict=True):
+        torch.testing.assert_close(mine, reference, rtol=0.0, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", CYCLING)
+def test_groups_of_adamw_keep_their_betas_then(kind: str) -> None:
+    hidden, others = params(shapes=[(6, 128)]), params(shapes=[(6, 4)])
+    optimizer = FusedMuon([{"params": hidden}, {"params": others, "algorithm": "adamw"}], lr=0.1, betas=(0.8, 0.95))
+    scheduler = CYCLING[kind](optimizer)
+    for step in range(3):
+        steps(optimizer, range(step, step + 1))
+        scheduler.step()
+        assert optimizer.param_groups[1]["betas"] == (0.8, 0.95)
+    for each in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        each.add_param_group({"params": params(shapes=[(3, 4)]), "algorithm": "adamw"})
+        assert each.param_groups[2]["betas"] == (0.8, 0.95) and "betas" not in each.param_groups[0]
+        steps(each, range(3, 4))
+
+
 def test_gradient_release_is_refused() -> None:
     model = nn.Linear(4, 4, bias=False)
     optimizer = FusedMuon(model.parameters())
