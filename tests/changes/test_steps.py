@@ -13,6 +13,7 @@ from torch import nn
 
 from change_cases import MASTERS, RECIPES, STATES, Expected, Model, set_gradients
 from fused_optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon, enable_gradient_release, muon_param_groups
+from fused_optim.backends.compiled import CompiledShards
 from fused_optim.backends.engine import CachedShard
 from fused_optim.memory.by_parameter import Held
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
@@ -83,6 +84,17 @@ def test_quantized_weights_of_other_rules(
     model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 128, bias=False)).to(device, torch.bfloat16)
     quantize_model_(model, recipe)
     run(model, rule(model.parameters(), lr=1e-3, state_dtype=state, **master))
+
+
+@pytest.mark.parametrize("rule, recipe", pairwise([FusedAdamW, FusedLion], RECIPES), ids=str)
+def test_a_pass_that_writes_codes_and_does_not_mark_them(
+    rule: Any, recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Lion's on GPUs."""
+    monkeypatch.setattr(CompiledShards, "marks", lambda _, work: work.target is None)
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 128, bias=False)).bfloat16()
+    quantize_model_(model, recipe)
+    run(model, rule(model.parameters(), lr=1e-3, state_dtype="int8"))
 
 
 @pytest.mark.parametrize("lr", RATES)
