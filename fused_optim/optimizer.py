@@ -242,6 +242,7 @@ class ShardedOptimizer(Publisher):
         self.store = StateStore(self, layouts, pending, by_names)
         self.store.place_states()
         self.store.show_groups()
+        self.store.record_versions()  # masters have followed their parameters before these were copied
         adapters.retain_initial_values(self.store.params)
         self.stepper = Stepper(self.store, skipped, self._synthetic_of_plain)
         self._register_hooks()

@@ -135,6 +135,7 @@ class _Conversion:
         self._ids = {name: id_ for id_, name in optimizer.names.items()}
         self._steps = read_steps(self._source, self._contents)
         self._groups_prefix = f"{self._contents.prefix}param_groups."
+        self._packs = False  # some state is in native form, which those in FP32, BF16 or FP16 are not
 
     def write(self, folder: Path) -> None:
         if self._wanted.layout == "masters":
@@ -166,6 +167,7 @@ class _Conversion:
             self._check_states(name, states)
             encoded = Encoded(states, self._master(name, states), self._formats(name, states), self._form(name))
             for inner, entry in encoded.entries():
+                self._packs |= self._wanted.layout == "native" and len(inner) > 1
                 entries.update([self._placed(("state", self._ids[name], *inner), entry)])
             self._replace_weight(entries, name, encoded)
         for place, value in self._groups():
@@ -288,8 +290,8 @@ class _Conversion:
         step = max((self._steps[id_] for id_ in ids if id_ in self._steps), default=0)
         kept = {**older, **without_adamws_keys(given), **names, STEP: step}
         flags = int(found.get("fused_optim_native", 0))  # rounding goes on as it was
-        native, keyed = self._wanted.layout == "native", bool(flags & KEYED_BY_NAMES)
-        return saved_group(kept, self._dtypes(ids, given), DESCRIPTION, native=native, keyed=keyed)
+        keyed = bool(flags & KEYED_BY_NAMES)
+        return saved_group(kept, self._dtypes(ids, given), DESCRIPTION, native=self._packs, keyed=keyed)
 
     def _dtypes(self, ids: list[str], given: Mapping[str, Any]) -> dict[str, Any]:
         """The formats that a group asks for."""

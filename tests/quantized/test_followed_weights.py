@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import distributed
 from distributed import assert_same, join_all, on_each_device, part
-from fused_optim import FusedAdamW
+from fused_optim import FusedAdamW, FusedLion, FusedMuon
 from fused_optim.quantized import QuantizedTensor, finish_initialization, quantize_model_
 from pairwise import pairwise
 from quantized_cases import RECIPES, Run, plain_model, values
@@ -274,6 +276,25 @@ def load_smaller(recipes: list[str], how: str) -> dict[str, dict[str, Any]]:
         masters = run.optimizer.master_state_dict(run.model)
         found[recipe] |= {f"{name}: FP32": part(value) for name, value in masters.items()}
     return found
+
+
+@pytest.mark.parametrize("rule", [FusedAdamW, FusedLion, FusedMuon])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_copies_have_the_masters_that_followed(recipe: str, rule: Any) -> None:
+    """They are no writes: masters of what was not written stay as they are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 128, bias=False)).bfloat16()
+    quantize_model_(model, RECIPES[recipe])
+    optimizer = rule(model.parameters(), lr=1e-3)
+    model[0].weight.grad = torch.randn(128, 128).bfloat16()
+    optimizer.step()
+    with torch.no_grad():
+        written = model[0].weight.dequantize()
+        written[:, 5] *= 1.5
+        model[0].weight.copy_(written)
+    expected = optimizer.master_state_dict(model)["0.weight"]
+    for copied, its_own in (copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))):
+        assert torch.equal(its_own.master_state_dict(copied)["0.weight"], expected)
 
 
 @pytest.mark.parametrize("how", ["bytes", "plain"])

@@ -24,12 +24,22 @@ import distributed
 from checkpoint_cases import WAYS
 from distributed import Part, assert_same, join_all
 from foreign_cases import SETTINGS, build, groups_of, train
-from fused_optim import FusedAdam, load_optimizer_checkpoint, save_master_safetensors, verify_checksums
+from fused_optim import (
+    FusedAdam,
+    FusedAdamW,
+    FusedLion,
+    FusedMuon,
+    load_optimizer_checkpoint,
+    save_master_safetensors,
+    verify_checksums,
+)
 from fused_optim.__main__ import main
+from fused_optim.checkpoint import Checkpointer
 from fused_optim.checkpoint.reading.opening import open_checked
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 from fused_optim.tools.conversion import convert_checkpoint
 from native_cases import NativeRun
+from pairwise import pairwise
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.save in one process
 # Masters of `checkpoint_cases`, as the command line calls them.
@@ -295,6 +305,41 @@ def test_remainders_need_their_parameters(tmp_path: Path) -> None:
         main()
     master = stored(tmp_path / "target")["optim.state.first.weight.master_param"]
     assert torch.equal(master, optimizer.master_state_dict(model)["first.weight"])
+
+
+# Not all rules x dtypes x options: each two of them.
+@pytest.mark.parametrize(
+    "rule, dtype, options, form",
+    pairwise(
+        [FusedAdamW, FusedLion, FusedMuon],
+        [torch.bfloat16, torch.float32, torch.float16],
+        [{}, {"master_bits": 24}, {"store_param_remainders": False}, {"state_dtype": "bf16"}, {"state_dtype": "int8"}],
+        ["unscaled", "native"],
+    ),
+    ids=str,
+)
+def test_the_native_form_loads_whatever_is_packed(
+    rule: Any, dtype: torch.dtype, options: dict[str, Any], form: Any, tmp_path: Path
+) -> None:
+    """States without scales and whole masters are the same in both forms."""
+
+    def build_run(seed: int) -> tuple[nn.Linear, Any]:
+        torch.manual_seed(seed)
+        model = nn.Linear(64, 64, bias=False).to(dtype)
+        return model, rule(model.parameters(), **options)
+
+    model, optimizer = build_run(0)
+    model.weight.grad = torch.randn(64, 64).to(dtype)
+    optimizer.step()
+    with Checkpointer(model, optimizer, tmp_path / "saved", format=form, sigterm=False) as checkpointer:
+        checkpointer.save(1)
+    convert_checkpoint(tmp_path / "saved" / "step-00000001", tmp_path / "native" / "step-00000001", "native")
+    loaded, into = build_run(1)
+    assert Checkpointer(loaded, into, tmp_path / "native", readonly=True, sigterm=False).load_latest() == 1
+    assert torch.equal(into.master_state_dict(loaded)["weight"], optimizer.master_state_dict(model)["weight"])
+    for spec in optimizer.rule.for_group(optimizer.param_groups[0]).states:
+        states = (each.get_unscaled_state(each.store.params[0], spec.name) for each in (into, optimizer))
+        assert torch.equal(*states), spec.name
 
 
 @pytest.mark.parametrize("has_group_step", [True, False])
