@@ -240,9 +240,8 @@ class ShardedOptimizer(Publisher):
         layouts, pending, by_names, skipped = map(state.pop, ("layouts", "pending", "rounds_by_names", "skipped"))
         super().__setstate__(state)
         self.store = StateStore(self, layouts, pending, by_names)
-        self.store.place_states()
+        self.store.take_copies()
         self.store.show_groups()
-        self.store.record_versions()  # masters have followed their parameters before these were copied
         adapters.retain_initial_values(self.store.params)
         self.stepper = Stepper(self.store, skipped, self._synthetic_of_plain)
         self._register_hooks()

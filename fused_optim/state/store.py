@@ -336,11 +336,15 @@ class StateStore:
                 del kept[name]
             kept.update(others)
 
-    def place_states(self) -> None:
-        """Of states that were copied or unpickled: put those that were offloaded into page-locked memory again."""
+    def take_copies(self) -> None:
+        """Of states that were copied or unpickled: put those that were offloaded into page-locked memory again.
+
+        Their masters had followed the parameters before; so the new parameters are no written ones.
+        """
         for param, layout in self.layouts.of(self._owner.state).items():
             if layout.offloaded and param in self:
                 self[param].place_states(may_be_offloaded(param))
+        self.record_versions()
 
     # --- reading and writing --------------------------------------------------------------------------------------
 
