@@ -152,19 +152,19 @@ class ShardedOptimizer(Publisher):
     def skip_nonfinite_group(self, group: ProcessGroup | None) -> None:
         self.stepper.skip_group = group
 
-    def _reconcile(self, alone: bool = False) -> None:
+    def _reconcile(self, alone: bool = False) -> list[Tensor]:
         """Take in what others may have changed since this was last asked, before anything is read.
 
         In this order: steps that a device has counted, which groups show; remainders that were loaded before their
         parameters, which then have their masters again (a collective where some are pending, left out if a rank is
         ``alone`` in this); then parameters that others have written, since these are compared with whole masters. What
-        others have put into ``state`` is noticed by ``store`` whenever it is asked.
+        others have put into ``state`` is noticed by ``store`` whenever it is asked. Returns those parameters.
         """
         if not alone:
             self.stepper.scalars.pull(self.store.groups)
             self.store.import_external()
             self.store.resolve_pending()
-        self.stepper.sync_written_masters()
+        return self.stepper.sync_written_masters()
 
     # --- param groups and pickling ------------------------------------------------------------------------------
 
@@ -361,8 +361,8 @@ class ShardedOptimizer(Publisher):
         ``step()`` and ``state_dict()`` themselves. Those through ``.data``, and those between replays of a CUDA graph,
         are not: call this after them. Remainders complete whatever the parameter is.
         """
-        self._reconcile()
-        self.store.sync_masters_from_params(written_only=False)
+        followed = {*self._reconcile()}  # once: a quantized weight's codes need not be its rounded master then
+        self.store.sync_masters_from_params(written_only=False, but=followed)
 
     @between_graphs
     def state_bytes(self) -> int:

@@ -424,12 +424,17 @@ class StateStore:
         for states in self:
             states.record_versions()
 
-    def sync_masters_from_params(self, written_only: bool = True, but: Collection[Tensor] = ()) -> None:
-        """Let masters follow parameters that others have written; see ``ParamState.sync_master_from_param``."""
+    def sync_masters_from_params(self, written_only: bool = True, but: Collection[Tensor] = ()) -> list[Tensor]:
+        """Let masters follow parameters that others have written: returns these.
+
+        See ``ParamState.sync_master_from_param``.
+        """
         self.import_external()
-        for param in self.params:
-            if param not in but and param in self and (self[param].is_written or not written_only):
-                self[param].sync_master_from_param()
+        others = [param for param in self.params if param not in but and param in self]
+        followed = [param for param in others if self[param].is_written or not written_only]
+        for param in followed:
+            self[param].sync_master_from_param()
+        return followed
 
     # --- remainders that were loaded before their parameters ----------------------------------------------------------
 

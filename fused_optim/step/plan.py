@@ -286,12 +286,14 @@ class Plan:
         found = (watched.param_ref() for part in self.parts for watched in part.watched)
         return {param for param in found if param is not None}
 
-    def sync_written_masters(self) -> None:
-        """Let masters follow parameters that others have written since the last step."""
+    def sync_written_masters(self) -> list[Tensor]:
+        """Let masters follow parameters that others have written since the last step. Returns these."""
+        followed = []
         for part in self.parts:
             part.find_freed()
-            self._sync([(part, i) for i in part.shards.find_written(part.watched)])
-            self._sync([(part, i) for i in list(part.unwatched) if self._may_be_written(part, i)])
+            followed += self._sync([(part, i) for i in part.shards.find_written(part.watched)])
+            followed += self._sync([(part, i) for i in list(part.unwatched) if self._may_be_written(part, i)])
+        return followed
 
     def _may_be_written(self, part: Part, i: int) -> bool:
         """Of a shard that is not watched; or not any more, when nobody has looked at the parameter's versions."""
@@ -300,19 +302,21 @@ class Plan:
             return False
         return i not in part.unwatched or self._store[param].is_written
 
-    def _sync(self, shards: Sequence[tuple[Part, int]]) -> None:
-        """Those that raise are followed when this is called again."""
+    def _sync(self, shards: Sequence[tuple[Part, int]]) -> list[Tensor]:
+        """Those that raise are followed when this is called again. Returns the parameters."""
         for part, i in shards:
             part.written.add(i)
+        followed = []
         for part in self.parts:
             for i in sorted(part.written):
-                self._sync_shard(part, i)
+                param = part.watched[i].param_ref()
+                if param is not None and param in self._store:
+                    self._sync_shard(part, i, param)
+                    followed.append(param)
                 part.written.discard(i)  # another thread may have followed it
+        return followed
 
-    def _sync_shard(self, part: Part, i: int) -> None:
-        param = part.watched[i].param_ref()
-        if param is None or param not in self._store:
-            return
+    def _sync_shard(self, part: Part, i: int, param: Tensor) -> None:
         states = self._store[param]
         if states.layout.master.is_separate and is_capturing():
             who = describe(states.param, part.indices[i], self._names[part.indices[i]])

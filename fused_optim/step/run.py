@@ -72,16 +72,16 @@ class Stepper:
 
     # --- masters and parameters ------------------------------------------------------------------------------------
 
-    def sync_written_masters(self) -> None:
-        """Let masters follow the parameters whose version counters say that someone has written them."""
+    def sync_written_masters(self) -> list[Tensor]:
+        """Let masters follow the parameters whose version counters say that someone has written them: returns these."""
         self.check_idle("reading masters")
-        self._sync_written(self._plans())
+        return self._sync_written(self._plans())
 
-    def _sync_written(self, plans: list[Plan]) -> None:
+    def _sync_written(self, plans: list[Plan]) -> list[Tensor]:
         """Plans know what was written into their parameters; of those that came later the store does."""
-        for plan in plans:
-            plan.sync_written_masters()
-        self._store.sync_masters_from_params(but={param for plan in plans for param in plan.params})
+        followed = [param for plan in plans for param in plan.sync_written_masters()]
+        known = {param for plan in plans for param in plan.params}
+        return followed + self._store.sync_masters_from_params(but=known)
 
     def leave_plan(self) -> None:
         """Without a plan, the store knows which versions of the parameters belong to the masters."""

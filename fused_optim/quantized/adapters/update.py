@@ -67,7 +67,9 @@ def _is_master(local: QuantizedTensor, rows: slice, master: Tensor, written: Ten
     same = equal_or_nan(rounded, written)
     if before is None:  # these scales may have been written, too
         return same & recipe.fits(x, components, same.view(x.shape)).view(same.shape)
-    return same | equal_or_nan(rounded.to(local.dtype).float(), written)
+    for shown in (rounded, recipe.decode(components, tuple(x.shape)).view(written.shape)):
+        same |= equal_or_nan(shown, written) | equal_or_nan(shown.to(local.dtype).float(), written)
+    return same
 
 
 def codes(local: Tensor) -> Tensor:

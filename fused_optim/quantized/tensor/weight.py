@@ -43,8 +43,8 @@ class Shared:
     FSDP2 has cut it by columns. ``in_layer``: a ``QuantizedLinear`` has it, as far as is known. ``name``: of the
     parameter, for messages. ``source``: the shard, where this was gathered. ``position``: where all that shares this
     lies in the weight. ``loaded``: the parts of a pending weight that bytes were copied into since; once these are all
-    of it, it is pending no more. ``before``: the scales that it had before plain values were written into it beside
-    an optimizer's master: they tell what was written from what was not.
+    of it, it is pending no more. ``before``: the codes and scales that it had before plain values were written into it
+    beside an optimizer's master: they tell what was written from what was not.
     """
 
     pending: bool = False
@@ -458,14 +458,14 @@ class Weight(Decodable):
                     f"shape {shape} on {self.device}, got {part.dtype} of shape {tuple(part.shape)} on {part.device}"
                 )
 
-    def _scales(self) -> Components:
-        return {x.name: self.components[x.name].clone() for x in self.recipe.components if x.name != "data"}
+    def _copies(self) -> Components:
+        return {x.name: self.components[x.name].clone() for x in self.recipe.components}
 
     def take_before(self, source: Weight) -> None:
         """Become its copy as to what was written into it, in new memory of FSDP2's."""
         known = source.before
         if known is not None and self.shared.before is None:
-            self.shared.before = self.whole._scales()
+            self.shared.before = self.whole._copies()
             for name, part in (self.before or {}).items():
                 part.copy_(known[name])
 
@@ -492,7 +492,7 @@ class Weight(Decodable):
         if INITIAL not in whole.components:
             if self.shared.has_optimizer:
                 dtype = torch.float32  # which masters can be compared with
-                self.shared.before = whole._scales()
+                self.shared.before = whole._copies()
             whole.components[INITIAL] = whole.values().to(dtype).view(as_matrix(tuple(whole.weight_shape)))
             self.shared.discard = not self.shared.has_optimizer
         initial = self.initial
