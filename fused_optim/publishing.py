@@ -79,8 +79,8 @@ class Publisher(Optimizer):
         with ``gather`` on every rank where one of them raises.
         """
         changes = self._look_at_changes("take_changes()", model, gather)
-        published = self.store.published
-        in_model = None if published is None else published.in_model(self.store.params)
+        assert self.store.published is not None
+        in_model = self.store.published.in_model(self.store.params)
         if in_model is not None:
             self._tracker().clear_of(in_model)
         else:

@@ -77,8 +77,7 @@ class Published:
         named = [*model.named_parameters(remove_duplicate=False)]
         self._names_in_model = [name for name, _ in named]
         self._in_model, self._own = Identities(param for _, param in named), Identities(params)
-        own = set(param for _, param in named)
-        self._missing = [i for i, param in enumerate(params) if param not in own]  # those of another model
+        self._missing = [i for i, param in enumerate(params) if param not in names]  # those of another model
         first = [(i, param) for i, param in enumerate(params) if param in names and _is_first_replica(param)]
         self._names = [(i, {part: part_name(names[param][0], part) for part in parts_of(param)}) for i, param in first]
         self._located: dict[tuple[int, str], Located] = {}

@@ -56,7 +56,7 @@ def fused_rows(model: nn.Module | Mapping[str, Tensor], fused: Mapping[str, Mapp
             rows[own] = layer, before, sum(parts.values())
             before += count
     places = {own: (place, len(parts)) for parts in fused.values() for place, own in enumerate(parts)}
-    shapes = {name: tuple(tensor.shape) for name, tensor in _targets(model).items()}
+    shapes = {key: tuple(part.shape) for key, _, part in _named(model)}
 
     def names(name: str, shape: tuple[int, ...]) -> Sequence[Box] | None:
         path = name.split(".")
@@ -113,10 +113,11 @@ def apply_changes(
         raise ValueError(
             f"{os.fspath(file)} changes the weights of step {read.base}, and the model has those of {base}"
         )
-    targets = _targets(model)
+    named = list(_named(model))
+    targets = {key: part.detach() for key, _, part in named}
     planned = [write for name, changes in read.changes.items() for write in _planned(targets, name, changes, names)]
-    weights = {key: tensor for key, tensor, part in _named(model) if part is not tensor}
-    written = list({id(weights[key]): weights[key] for key, *_ in planned if key in weights}.values())
+    weights = {key: tensor for key, tensor, part in named if part is not tensor}
+    written = dict.fromkeys(weights[write.key] for write in planned if write.key in weights)
     for weight in written:
         if isinstance(weight, _Quantized):
             weight.check_quantized()
@@ -188,10 +189,6 @@ def _into_box(targets: Mapping[str, Tensor], name: str, changes: Changes, box: B
         inside &= (index >= first) & (index < first + size)
     moved = tuple(index[inside] - s + o for index, s, o in zip(at, box.source, box.offsets, strict=True))
     return _Write(box.name, target, moved, _integers(changes.values)[inside])
-
-
-def _targets(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {key: part.detach() for key, _, part in _named(model)}
 
 
 def _named(model: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:

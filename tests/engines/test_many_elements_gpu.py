@@ -16,8 +16,6 @@ from fused_optim.quantized import Float8BlockScaling, Float8DelayedScaling, MXFP
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 ROWS = 143_361  # of 1,024: eight chunks of 16 tiles for each of seven thread blocks of 160 multiprocessors, and a tile
-
-
 SHAPES = ((ROWS, 1024), (300_003,))
 
 

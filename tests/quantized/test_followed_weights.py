@@ -278,16 +278,22 @@ def load_smaller(recipes: list[str], how: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("rule", [FusedAdamW, FusedLion, FusedMuon])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_copies_have_the_masters_that_followed(recipe: str, rule: Any) -> None:
-    """They are no writes: masters of what was not written stay as they are."""
+def stepped(recipe: str, rule: Any) -> tuple[nn.Sequential, Any]:
+    """A quantized layer after a step, and its optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 128, bias=False)).bfloat16()
     quantize_model_(model, RECIPES[recipe])
     optimizer = rule(model.parameters(), lr=1e-3)
     model[0].weight.grad = torch.randn(128, 128).bfloat16()
     optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("rule", [FusedAdamW, FusedLion, FusedMuon])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_copies_have_the_masters_that_followed(recipe: str, rule: Any) -> None:
+    """They are no writes: masters of what was not written stay as they are."""
+    model, optimizer = stepped(recipe, rule)
     with torch.no_grad():
         written = model[0].weight.dequantize()
         written[:, 5] *= 1.5
@@ -302,12 +308,7 @@ def test_copies_have_the_masters_that_followed(recipe: str, rule: Any) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_masters_of_what_is_never_edited_stay(recipe: str, between: str, rule: Any) -> None:
     """However often decoded weights are edited, and whoever asks, before the next step."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(128, 128, bias=False)).bfloat16()
-    quantize_model_(model, RECIPES[recipe])
-    optimizer = rule(model.parameters(), lr=1e-3)
-    model[0].weight.grad = torch.randn(128, 128).bfloat16()
-    optimizer.step()
+    model, optimizer = stepped(recipe, rule)
     expected = optimizer.master_state_dict(model)["0.weight"].clone()
     for column in (5, 6, 7):
         with torch.no_grad():
