@@ -158,8 +158,7 @@ class ShardedOptimizer(Publisher):
         In this order: steps that a device has counted, which groups show; remainders that were loaded before their
         parameters, which then have their masters again (a collective where some are pending, left out if a rank is
         ``alone`` in this); then parameters that others have written, since these are compared with whole masters. What
-        others have put into ``state`` is noticed by ``store`` whenever it is asked. Returns the
-        parameters that were written.
+        others have put into ``state`` is noticed by ``store`` whenever asked. Returns what was written.
         """
         if not alone:
             self.stepper.scalars.pull(self.store.groups)
