@@ -303,28 +303,98 @@ def test_copies_have_the_masters_that_followed(recipe: str, rule: Any) -> None:
         assert torch.equal(its_own.master_state_dict(copied)["0.weight"], expected)
 
 
-@pytest.mark.parametrize("rule", [FusedAdamW, FusedMuon])
-@pytest.mark.parametrize("between", ["sync_masters_from_params", "master_state_dict", "state_dict"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_masters_of_what_is_never_edited_stay(recipe: str, between: str, rule: Any) -> None:
-    """However often decoded weights are edited before the next step, if masters follow each edit."""
+def copies(weight: QuantizedTensor, column: int) -> Tensor:
+    edited = weight.dequantize()
+    edited[:, column] *= 1.5
+    weight.copy_(edited)
+    return edited[:, column]
+
+
+def copies_fp32(weight: QuantizedTensor, column: int) -> Tensor:
+    edited = weight.dequantize(torch.float32)
+    edited[:, column] *= 1.5
+    weight.copy_(edited)
+    return edited[:, column]
+
+
+def copies_rows(weight: QuantizedTensor, column: int) -> Tensor:
+    """Into views, which are quantized later: 64 rows, 3 columns."""
+    for part in (weight[:64], weight[64:, :5], weight[64:, 5:8], weight[64:, 8:]):
+        edited = part.dequantize()
+        if 5 <= column < 5 + edited.shape[1] <= 8:
+            edited[:, column - 5] *= 1.5
+        elif part.shape[1] == 128:
+            edited[:, column] *= 1.5
+        part.copy_(edited)
+    result = weight.dequantize()[:, column]
+    finish_initialization(nn.ParameterList([weight]))
+    return result
+
+
+def loads(weight: QuantizedTensor, column: int) -> Tensor:
+    edited = weight.dequantize()
+    edited[:, column] *= 1.5
+    nn.ParameterDict({"weight": weight}).load_state_dict({"weight": edited})
+    return edited[:, column]
+
+
+BETWEEN = ["nothing", "sync_masters_from_params", "master_state_dict", "state_dict"]
+
+
+# Not all recipes x edits x what is between x rules: each two of them.
+@pytest.mark.parametrize(
+    "recipe, edit, between, rule",
+    pairwise([*RECIPES], [copies, copies_fp32, copies_rows, loads], BETWEEN, [FusedAdamW, FusedMuon]),
+)
+def test_masters_of_what_is_never_edited_stay(recipe: str, edit: Any, between: str, rule: Any) -> None:
+    """However often decoded weights are edited before the next step, and whether masters follow each edit or not."""
     model, optimizer = stepped(recipe, rule)
     expected = optimizer.master_state_dict(model)["0.weight"].clone()
     for column in (5, 6, 7):
         with torch.no_grad():
-            edited = model[0].weight.dequantize()
-            edited[:, column] *= 1.5
-            model[0].weight.copy_(edited)
-        is_edited = edited[:, column] != 0
-        expected[is_edited, column] = edited[is_edited, column].float()
+            edited = edit(model[0].weight, column).float()
+        expected[edited != 0, column] = edited[edited != 0]
         if between == "sync_masters_from_params":
             optimizer.sync_masters_from_params()
-        else:
+        elif between != "nothing":
             getattr(optimizer, between)(*([model] if between == "master_state_dict" else []))
     found = optimizer.master_state_dict(model)["0.weight"]
     assert torch.equal(found[:, 8:], expected[:, 8:]) and torch.equal(found[:, :5], expected[:, :5])
     # Edited ones are what was written, or rounded to that.
     torch.testing.assert_close(found[:, 5:8], expected[:, 5:8], rtol=0.3, atol=1e-2)
+
+
+def edit_first_columns(recipes: list[str]) -> dict[str, dict[str, Any]]:
+    """Of every weight, with nothing between that follows: the masters before and after."""
+    found, full = {}, StateDictOptions(full_state_dict=True)
+    for recipe in recipes:
+        run = Run(recipe, "fsdp" if torch.distributed.get_world_size() > 1 else "plain")
+        run.train(0, 2)
+        masters = {"before": {name: x.clone() for name, x in run.optimizer.master_state_dict(run.model).items()}}
+        for factor in (1.5, 3.0, 0.1):
+            state = {}
+            for name, value in get_model_state_dict(run.model, options=full).items():
+                state[name] = value.dequantize() if isinstance(value, QuantizedTensor) else value
+                if value.dim() == 2:
+                    state[name][:, 0] *= factor
+            set_model_state_dict(run.model, state, options=full)
+            finish_initialization(run.model)
+        masters["after"] = run.optimizer.master_state_dict(run.model)
+        found[recipe] = {f"{when}: {name}": part(x) for when, all_ in masters.items() for name, x in all_.items()}
+    return found
+
+
+@pytest.mark.parametrize("ranks, on", on_each_device((2,), (3,), nccl=[(2,)]))
+def test_masters_of_what_is_never_edited_stay_on_shards(ranks: int, on: str) -> None:
+    results = distributed.run(ranks, edit_first_columns, list(RECIPES), on=on)
+    (whole,) = distributed.run(1, edit_first_columns, list(RECIPES), on=on)
+    for recipe in RECIPES:
+        found = join_all([result[recipe] for result in results])
+        assert_same(found, join_all([whole[recipe]]))
+        names = [name.partition(": ")[2] for name in found if name.startswith("after") and "weight" in name]
+        assert names
+        for name in names:
+            assert torch.equal(found[f"after: {name}"][:, 1:], found[f"before: {name}"][:, 1:])
 
 
 @pytest.mark.parametrize("how", ["bytes", "plain"])

@@ -22,6 +22,7 @@ from fused_optim.quantized.tensor.all_gather import padded_rows
 from fused_optim.quantized.tensor.dispatch import Args, Kwargs, decoded
 from fused_optim.quantized.tensor.quantized_tensor import QuantizedTensor, implements
 from fused_optim.quantized.tensor.weight import INITIAL, INITIAL_COMPONENT
+from fused_optim.quantized.tensor.written import ensure_initial
 
 aten = torch.ops.aten
 _INITIAL_DTYPES = (None, *ELEMENT_TYPES)
@@ -131,7 +132,7 @@ def _receive(tensor: QuantizedTensor, component: Component, buffer: Tensor, sent
     elif tensor.cut_from is None and not tensor.shared.has_optimizer:
         tensor.components[INITIAL] = buffer
     else:
-        tensor.ensure_initial(torch.float32).copy_(buffer)
+        ensure_initial(tensor, torch.float32).copy_(buffer)
 
 
 def _finish(tensor: QuantizedTensor, sent: _Sent) -> None:

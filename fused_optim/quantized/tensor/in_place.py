@@ -17,6 +17,7 @@ from fused_optim.quantized.tensor.dispatch import Args, Decodable, Kwargs, Opera
 from fused_optim.quantized.tensor.operations import check_takes_copies
 from fused_optim.quantized.tensor.quantized_tensor import implements
 from fused_optim.quantized.tensor.strided import WeightView, located
+from fused_optim.quantized.tensor.written import ensure_initial, is_shown
 
 aten = torch.ops.aten
 
@@ -121,9 +122,10 @@ def _copy(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         target.weight.copy_(values.reshape(target.weight.shape))
         return target
     check_takes_copies(target.weight)
-    target.weight.ensure_initial(torch.float32)
+    shown = is_shown(target.weight, values, target.of)
+    ensure_initial(target.weight, torch.float32)
     place = place_of(target)
-    place.memory.copy_(values)
+    place.memory.copy_(values if shown is None else torch.where(shown, place.memory, values))
     place.finish()
     return target
 

@@ -20,6 +20,7 @@ from fused_optim.quantized.tensor.dispatch import Args, Decodable, Kwargs, call_
 from fused_optim.quantized.tensor.patches import torch_makes_weights
 from fused_optim.quantized.tensor.quantized_tensor import QuantizedTensor, implements, local_weight
 from fused_optim.quantized.tensor.weight import Shared
+from fused_optim.quantized.tensor.written import ensure_initial, keep_plain, take_before, write_initial
 from fused_optim.sharding.dtensor import dense
 
 aten = torch.ops.aten
@@ -138,15 +139,16 @@ def _same_bytes(source: Tensor, target: QuantizedTensor) -> TypeGuard[QuantizedT
 
 def _copy_components(target: QuantizedTensor, source: QuantizedTensor) -> None:
     if target.is_part and not target.is_pending and not target.is_meta and _rescales(target, source):
-        target.ensure_initial(torch.float32)  # which the rest decodes to until it is loaded, too
+        ensure_initial(target, torch.float32)  # which the rest decodes to until it is loaded, too
         target.mark_pending()
     values = source.initial
-    if target.has_initial or (target.shared.has_optimizer and values is not None):
-        initial = target.ensure_initial(target.dtype if values is None else values.dtype)  # of what is there
-        initial.copy_(source.values().view(initial.shape) if values is None else values)
+    if values is not None and (target.has_initial or target.shared.has_optimizer):
+        ensure_initial(target, values.dtype).copy_(values)
+    elif target.has_initial:
+        write_initial(target, source.values())
     for part in target.recipe.components:
         target.components[part.name].copy_(source.components[part.name])
-    target.take_before(source)
+    take_before(target, source)
     if source.is_pending:
         target.mark_pending()
     else:
@@ -165,11 +167,10 @@ def _copy_values(target: QuantizedTensor, source: Tensor) -> None:
     values = dense(values.to(target.device))
     partial = target.cut_from is not None or target.shared.shard
     if target.is_pending or (target.recipe.scales_whole_tensor and partial) or not target.has_whole_blocks:
-        target.keep_plain(values)
+        keep_plain(target, values)
         return
     if target.has_initial or target.shared.has_optimizer:  # an optimizer's masters will start, or go on, from these
-        initial = target.ensure_initial(values.dtype if values.is_floating_point() else torch.float32)
-        initial.copy_(values.reshape(initial.shape))
+        values = write_initial(target, values)
     target.write(values)
 
 
