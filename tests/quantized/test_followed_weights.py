@@ -319,13 +319,16 @@ def copies_fp32(weight: QuantizedTensor, column: int) -> Tensor:
 
 def copies_rows(weight: QuantizedTensor, column: int) -> Tensor:
     """Into views, which are quantized later: 64 rows, 3 columns."""
-    for part in (weight[:64], weight[64:, :5], weight[64:, 5:8], weight[64:, 8:]):
-        edited = part.dequantize()
-        if 5 <= column < 5 + edited.shape[1] <= 8:
-            edited[:, column - 5] *= 1.5
-        elif part.shape[1] == 128:
-            edited[:, column] *= 1.5
-        part.copy_(edited)
+    for view, at in (
+        (weight[:64], column),
+        (weight[64:, :5], None),
+        (weight[64:, 5:8], column - 5),
+        (weight[64:, 8:], None),
+    ):
+        edited = view.dequantize()
+        if at is not None:
+            edited[:, at] *= 1.5
+        view.copy_(edited)
     result = weight.dequantize()[:, column]
     finish_initialization(nn.ParameterList([weight]))
     return result
