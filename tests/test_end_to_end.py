@@ -49,6 +49,7 @@ def trial(report: Path, *options: str) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_python")
 def test_a_trial(tmp_path: Path) -> None:
     """What cannot run is named with its reason; what runs has learned."""
@@ -62,6 +63,7 @@ def test_a_trial(tmp_path: Path) -> None:
     assert found["held_out_loss"] < 6.5 and "largest_batch" not in found
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_python")
 def test_ranks_share_a_batch(tmp_path: Path) -> None:
     """Two ranks of FSDP2 learn what one process does of twice the batch, but for the rounding of activations."""
@@ -83,6 +85,7 @@ def test_the_error_of_a_rank_is_named() -> None:
     assert (end_to_end.error_in("killed\n"), end_to_end.error_in("")) == ("killed", "no output")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_python")
 def test_reports_are_merged(tmp_path: Path) -> None:
     """In the order of the table; of one that failed somewhere the run that did not."""

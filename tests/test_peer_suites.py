@@ -107,6 +107,7 @@ def counts(found: dict[str, object]) -> dict[str, object]:
     return {outcome: found[outcome] for outcome in peer_suites.OUTCOMES if found[outcome]}
 
 
+@pytest.mark.long
 def test_one_gpu(sources: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(peer_suites, "machine", lambda device, commit: {"device": str(device), "commit": commit})
@@ -139,6 +140,7 @@ def test_suites_of_a_peer_follow_one_another() -> None:
     assert found == [[TE] * times, [SHARDED, RESHARDED] * times, [APEX] * times]
 
 
+@pytest.mark.long
 def test_several_ranks(sources: Path) -> None:
     """A test that fails on any rank has failed, and no rank ends the others."""
     found = peer_suites.outcomes(RESHARDED, "theirs", sources, sources / "log")
@@ -151,6 +153,7 @@ def test_several_ranks(sources: Path) -> None:
     assert found["failures"][second] == "ValueError: first line\nlast line"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer, unexpected", [("own", 0), ("drop_in", 2)])
 def test_some_failures_are_expected_of_one_class(sources: Path, optimizer: str, unexpected: int) -> None:
     (sources / FSDP2).write_text(FSDP2_FILE + "def test_fused_adam_fp8_master_weights(recipe): assert False\n")

@@ -147,6 +147,7 @@ def result(texts: Path, name: str) -> Any:
     return json.loads((texts.parent / "runs" / f"{name}.json").read_text())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["fp32", "remainder8-int8", "no-master-int8", "products-tensor", "muon-torch", "muon-int8-seed1"]
 )
@@ -184,6 +185,7 @@ def test_a_run_of_other_options_does_not_go_on(texts: Path, monkeypatch: pytest.
         pretraining.train(args_of(texts, "--learning-rate", "0.5"))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_python")
 def test_a_queue_starts_processes_and_reports(texts: Path, capfd: pytest.CaptureFixture[str]) -> None:
     args = parse_args(["queue", "--gpus", "0", *arguments(texts), "--runs", "fp32"])

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.timeout(900)  # many processes, each of which imports t
 ANOTHER_CLUSTER = pytest.param("tutorials/resume_on_another_cluster.md", marks=pytest.mark.long)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", ["how_to/fsdp2.md", ANOTHER_CLUSTER, "tutorials/8b_on_one_gpu.md"])
 def test_pages_can_be_followed(page: str, tmp_path: Path) -> None:
     follow(page, tmp_path)

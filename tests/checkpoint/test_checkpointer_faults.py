@@ -348,7 +348,8 @@ def save_forever(folder: str, form: str) -> tuple[Any, int, list[int]]:
     return None, step, []
 
 
-@pytest.mark.parametrize("form", ["native", pytest.param("unscaled", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["native", "unscaled"])
 def test_kills_of_one_rank(form: str, tmp_path: Path) -> None:
     """At any moment; the other one is ended a little later."""
     chance, folders = random.Random(form), []
@@ -364,6 +365,7 @@ def test_kills_of_one_rank(form: str, tmp_path: Path) -> None:
     print(f"{KILLS} kills: newest steps {steps}")
 
 
+@pytest.mark.long
 def test_sigterm_in_the_middle_of_a_step(tmp_path: Path) -> None:
     """One rank gets it: all save the same step and end."""
     workers = Workers(2, "cpu")
@@ -407,6 +409,7 @@ print("ended", flush=True)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "when, status, steps", [("once", 143, [3]), ("twice", 143, [3]), ("later", -15, []), ("late", -15, [])]
 )

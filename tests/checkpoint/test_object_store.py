@@ -227,6 +227,7 @@ def test_a_slow_store(server: Server) -> None:
     checked(folder, 2)
 
 
+@pytest.mark.long
 def test_the_end_of_the_process(server: Server) -> None:
     code = """
 import torch

@@ -178,6 +178,7 @@ def test_engines_refuse_what_they_cannot_take(change: dict[str, int], message: s
         module.cast_rows(**arguments | change, **run_on(torch.device(engine, 0)))
 
 
+@pytest.mark.long
 @DTYPES
 def test_operators_are_what_compilers_expect(dtype: torch.dtype, device: str) -> None:
     """Schemas, fake implementations, and tracing; also of what is not wanted."""

@@ -25,6 +25,7 @@ def test_what_is_missing_is_found_out(missing: str) -> None:
     assert muon_fsdp2.can_import("torch.optim")
 
 
+@pytest.mark.long
 def test_a_trial(tmp_path: Path) -> None:
     """Two ranks make the bits that one makes, in every format."""
     report = tmp_path / "report.json"

@@ -159,6 +159,7 @@ def gated() -> nn.Module:
     return quantize_model_(Gated().bfloat16(), DELAYED, keep_initial=False)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_compiled")
 def test_graphs_compute_as_eager_mode_does() -> None:
     """Bit for bit where nothing is fused; also layers that share their activations. One graph more than the first."""

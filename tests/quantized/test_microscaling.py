@@ -142,6 +142,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.long
 @FORMATS
 def test_graphs_compute_as_eager_mode_does(name: str, monkeypatch: pytest.MonkeyPatch, nothing_compiled: None) -> None:
     """Forward and backward without breaks; their products are run by the emulation."""

@@ -116,6 +116,7 @@ def test_stale_weights_raise() -> None:
         model(activations())
 
 
+@pytest.mark.long
 def test_autocast_within_and_around() -> None:
     model = quantize_model_(Block(), RECIPES["mxfp8"])
     x = values((4, 128), 1)
@@ -169,6 +170,7 @@ def train_sharded(recipe: str, compile_blocks: bool) -> list[Tensor]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
 def test_sharded_training_equals_eager_training(recipe: str) -> None:
     expected = distributed.run(2, train_sharded, recipe, False)

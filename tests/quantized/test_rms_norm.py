@@ -438,6 +438,7 @@ def test_compiled(name: str, backend: str, fp8_device: str) -> None:
     assert_close(found, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_for_any_number_of_rows(backend: str) -> None:
     """Also where a graph's result is its own input, and without gradients."""
@@ -458,6 +459,7 @@ def test_compiled_for_any_number_of_rows(backend: str) -> None:
         assert len(compiled(leaves[0])) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_under_autocast(dtype: torch.dtype, fused: list[int]) -> None:
     """As one graph, of weights and activations in either dtype."""
@@ -479,6 +481,7 @@ def test_compiled_under_autocast(dtype: torch.dtype, fused: list[int]) -> None:
     assert bool(fused) == (dtype == torch.bfloat16)
 
 
+@pytest.mark.long
 def test_blocks_share_what_is_compiled() -> None:
     torch._dynamo.reset()
     first, second = (block_of(RECIPES["one scale"]) for _ in range(2))

@@ -38,6 +38,7 @@ def test_walks(ranks: int, count: int) -> None:
     check_walks(count, ranks, ranks)
 
 
+@pytest.mark.long
 def test_compiled_walks() -> None:
     """Fewer: torch.compile takes a second each time."""
     check_walks(6, 3, 1, compiles=True)

@@ -219,6 +219,7 @@ def test_models_alone(tmp_path: Path) -> None:
         assert inspect_checkpoint(path)["others"]["a"]["values"]["largest"] == 5.0
 
 
+@pytest.mark.long
 def test_only_one_tensor_is_in_memory(tmp_path: Path) -> None:
     """Six matrices of 4 MB in FP32, with two states each: many times what reading, comparing and converting may take.
 
