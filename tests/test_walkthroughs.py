@@ -13,11 +13,11 @@ pytestmark = pytest.mark.timeout(900)  # many processes, each of which imports t
 
 
 # The tutorial trains with the script of how_to/fsdp2.md, which goes on on another number of ranks, too: three times.
-ANOTHER_CLUSTER = pytest.param("tutorials/resume_on_another_cluster.md", marks=pytest.mark.long)
+PAGES = ["how_to/fsdp2.md", "tutorials/resume_on_another_cluster.md", "tutorials/8b_on_one_gpu.md"]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("page", ["how_to/fsdp2.md", ANOTHER_CLUSTER, "tutorials/8b_on_one_gpu.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_pages_can_be_followed(page: str, tmp_path: Path) -> None:
     follow(page, tmp_path)
 

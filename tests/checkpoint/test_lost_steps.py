@@ -585,9 +585,6 @@ ENDS: dict[str, tuple[str, int, list[str]]] = {
 }
 
 
-# The usual run has one end of each kind.
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("how", ENDS)
 def test_the_end_of_the_process(how: str, tmp_path: Path) -> None:

@@ -387,7 +387,7 @@ def edit_first_columns(recipes: list[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("ranks, on", on_each_device((2,), (3,), nccl=[(2,)]))
+@pytest.mark.parametrize("ranks, on", on_each_device((2,), (3,), (4,), nccl=[(2,)]))
 def test_masters_of_what_is_never_edited_stay_on_shards(ranks: int, on: str) -> None:
     results = distributed.run(ranks, edit_first_columns, list(RECIPES), on=on)
     (whole,) = distributed.run(1, edit_first_columns, list(RECIPES), on=on)
