@@ -165,6 +165,7 @@ PEERS = {"torchao": torchao_contenders, "transformer_engine": transformer_engine
 
 
 def contenders() -> Iterator[Contender]:
+    yield Contender(PRODUCTS_NAME, ProductsAlone, compiled=False)
     for compiled in (False, True):
         yield Contender("BF16", stack, compiled)
         yield Contender("FP8 weights, decoded", ours(DECODED), compiled)
@@ -184,7 +185,9 @@ def contenders() -> Iterator[Contender]:
 
 
 DELAYED_NAME = "FP8, one scale, all delayed, fast gradients, fused with norms"
+PRODUCTS_NAME = "FP8 products alone, one scale, fast"
 TABLE = (  # of peers, in the order in which they are measured
+    f"{PRODUCTS_NAME}, eager",
     *(f"{DELAYED_NAME}, {way}" for way in ("compiled", "eager")),
     *(f"FP8, one scale, fused with norms, {way}" for way in ("compiled", "eager")),
     *(f"FP8, rows, fused with norms, {way}" for way in ("compiled", "eager")),
@@ -246,13 +249,13 @@ class Runner:
         for param in self.model.parameters():
             param.grad = None
 
-    def rested_ms(self) -> float:
-        """Of one step after a pause, so that heat and power do not limit clocks. The host is ahead of the device."""
+    def rested_ms(self, run: Callable[[], Any]) -> float:
+        """Of one pass after a pause, so that heat and power do not limit clocks. The host is ahead of the device."""
         time.sleep(REST)
         torch.cuda._sleep(AHEAD)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        self.both()
+        run()
         end.record()
         synchronize(self.device)
         return float(start.elapsed_time(end))
@@ -290,7 +293,8 @@ def measure(contender: Contender, args: argparse.Namespace, device: torch.device
         "weights_gb": held / 2**30,
     }
     if device.type == "cuda":
-        row["both_rested_ms"] = statistics.median(runner.rested_ms() for _ in range(3))
+        for name, run in (("forward", runner.forward), ("both", runner.both)):
+            row[f"{name}_rested_ms"] = statistics.median(runner.rested_ms(run) for _ in range(5))
     if re.search(args.profile, contender.label):
         print_profile(runner)
     return row
@@ -318,7 +322,8 @@ def measure_peers(args: argparse.Namespace, device: torch.device) -> Iterator[di
 def measure_all(
     contenders: Iterable[Contender], args: argparse.Namespace, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    print(f"{'':<50}{'forward':>10}{'no grad':>10}{'both':>10}{'host':>10}{'peak GB':>10}{'held GB':>10}{'rested':>10}")
+    columns = "forward", "no grad", "both", "host", "peak GB", "held GB", "rested", "both rested"
+    print(f"{'':<50}" + "".join(f"{name:>12}" for name in columns))
     for contender in contenders:
         label = contender.label
         if not re.search(args.only, label):
@@ -333,7 +338,7 @@ def measure_all(
             traceback.print_exc()
             row = {"error": repr(error)}
         print(
-            f"{label:<50}" + "".join(f"{v:>10.2f}" if isinstance(v, float) else f" {v}" for v in row.values()),
+            f"{label:<50}" + "".join(f"{v:>12.2f}" if isinstance(v, float) else f" {v}" for v in row.values()),
             flush=True,
         )
         yield {"name": label, **row}
@@ -363,6 +368,40 @@ def random_codes(rows: int, columns: int, scaling: str, dtype: torch.dtype, devi
     codes = casts.cast(x, dtype, "tensor", False)
     scale = torch.ones(-(-rows // casts.BLOCK), columns // casts.BLOCK, device=device)
     return Codes(codes.data, scale, "tile")
+
+
+class ProductsAlone(nn.Module):
+    """All FP8 products of the stack, of codes that are there, and nothing else: what no layers can be faster than."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
+        device = torch.device(args.device)
+        self.passes: dict[bool, list[tuple[Codes, Codes, int]]] = {True: [], False: []}  # by whether they are forward
+        for label, (m, k, n, count) in shapes(args).items():
+            dtypes = (torch.float8_e4m3fn if label.endswith("output") else torch.float8_e5m2), torch.float8_e4m3fn
+            codes = (random_codes(*sizes, "tensor", dtype, device) for sizes, dtype in zip(((m, k), (n, k)), dtypes))
+            self.passes[label.endswith("output")].append((*codes, count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _ProductsAlone.apply(x, self)
+
+    def run(self, forward: bool) -> None:
+        for a, b, count in self.passes[forward]:
+            for _ in range(count):
+                products.product(a, b, fast=True)
+
+
+class _ProductsAlone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stack: ProductsAlone) -> Tensor:
+        ctx.stack = stack
+        stack.run(forward=True)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.stack.run(forward=False)
+        return gradient, None
 
 
 def measure_products(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:

@@ -54,6 +54,7 @@ GATHERED: dict[str, Recipe | None] = {
 TRAINED: dict[str, Recipe | None] = {
     "BF16": None,
     "one scale, decoded": Float8CurrentScaling(),
+    "one scale, auto": Float8CurrentScaling(compute="auto"),
     "one scale, FP8 products": Float8CurrentScaling(compute="fp8"),
     "rows, FP8 products, weight gradients BF16": Float8CurrentScaling(compute="fp8", activation_scaling="row"),
 }

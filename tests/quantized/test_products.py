@@ -456,7 +456,10 @@ def test_modules_become_quantized_linear_layers() -> None:
     quantize_model_(model, RECIPES["tensor"], lambda module, name: isinstance(module, nn.Linear) and name != "2")
     assert [type(module) for module in model] == [QuantizedLinear, Own, nn.Linear]
     assert list(model.state_dict()) == list(kept.state_dict())
-    assert [type(module) for module in quantize_model_(kept, DECODED)] == [nn.Linear, Own, nn.Linear]
+    decoding = quantize_model_(
+        copy.deepcopy(kept), DECODED, lambda module, name: isinstance(module, nn.Linear) and name != "2"
+    )
+    assert [type(module) for module in decoding] == [QuantizedLinear, Own, nn.Linear]
     copied, unpickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     x = matrix(16, 32)
     assert type(copied[0]) is type(unpickled[0]) is QuantizedLinear

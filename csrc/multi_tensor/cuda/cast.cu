@@ -59,7 +59,8 @@ __global__ void __launch_bounds__(kThreads) measure_rows_and_columns(const __gri
 }
 
 template <CastFormat format, class Pairs>
-__global__ void __launch_bounds__(kThreads) cast_rows_and_columns(const __grid_constant__ Cast cast) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
+    cast_rows_and_columns(const __grid_constant__ Cast cast) {
     const Place place(cast);
     encode_both<format>(cast, place, ValuesOf<Pairs>(cast, place));
 }

@@ -11,6 +11,7 @@ namespace {
 
 constexpr uint32_t kTileSize = 128;
 constexpr uint32_t kThreads = 256;
+constexpr uint32_t kBlocksPerProcessor = 3;  // at least, of kernels that would take more registers and be slower
 constexpr uint32_t kWarps = kThreads / kWarp;
 constexpr uint32_t kRowsPerLane = 4;
 constexpr uint32_t kLanesPerRow = 8;

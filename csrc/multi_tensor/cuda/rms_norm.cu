@@ -176,7 +176,7 @@ __device__ __forceinline__ Values normed(const RMSNorm& work, const Place& place
 }
 
 template <CastFormat format, CastScaling scaling>
-__global__ void __launch_bounds__(kThreads) encode(const __grid_constant__ RMSNorm work) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor) encode(const __grid_constant__ RMSNorm work) {
     const Place place(work.result);
     const Values values = normed(work, place);
     if constexpr (scaling == CastScaling::kTensor) encode_measured<format>(work.result, place, values);

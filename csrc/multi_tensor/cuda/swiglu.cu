@@ -95,8 +95,8 @@ __device__ __forceinline__ void for_each_result(const SwiGLU& work, const Place&
 // ---------------------------------------------------------------------------------------------------------------
 // Kernels
 
-constexpr uint32_t kBlocksPerProcessor = 2;  // at least: registers for 96 words of values, and some more
-#define FUSED_OPTIM_SWIGLU __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
+constexpr uint32_t kBlocksBackward = 2;  // registers for 96 words of values, and some more
+#define FUSED_OPTIM_SWIGLU __global__ void __launch_bounds__(kThreads, backward ? kBlocksBackward : kBlocksPerProcessor)
 
 // `absmax`: zero before.
 template <bool backward>

@@ -11,7 +11,7 @@ traces, it measures what has one scale, and casts rows, so that it can fuse that
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +69,11 @@ class Codes(NamedTuple):
 def matrix_of(x: Tensor) -> Tensor:
     """Rows of activations."""
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def shaped(matrix: Tensor, shape: Sequence[int]) -> Tensor:
+    """No view as autograd knows them, as in torch's own linear layers: it may be changed in place."""
+    return matrix if len(shape) == 2 else torch.ops.aten._unsafe_view.default(matrix, shape)
 
 
 # --- what products ask for ----------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Linear layers whose three products run in FP8 (``products.py``), forward and backward, with and without a compiler.
 
-``quantize_model_`` makes an ``nn.Linear`` a :class:`QuantizedLinear` where the recipe has ``compute="fp8"``. Compilers
-see one operator, ``fused_optim::linear``, and trace what is within it.
+``quantize_model_`` makes an ``nn.Linear`` a :class:`QuantizedLinear`, which decodes the weight (``decoded.py``) where
+products do not run in FP8. Compilers see one operator, ``fused_optim::linear``, and trace what is within it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fused_optim.quantized.compute.autograd import (
     is_transformed,
 )
 from fused_optim.quantized.compute.casts import Codes
+from fused_optim.quantized.compute.decoded import decoded_linear
 from fused_optim.quantized.compute.delayed import HISTORY, Histories, cast_both
 from fused_optim.quantized.compute.kept import KeptWeight, kept_weight, quantized
 from fused_optim.quantized.compute.measured import Instead
@@ -94,20 +95,21 @@ class QuantizedLinear(nn.Linear):
 
 
 def convert(module: nn.Module) -> None:
-    """Make a module that has a quantized weight compute with it, where that is more than decoding it."""
+    """Make a linear layer that has a quantized weight compute with it."""
     if type(module) is not nn.Linear:  # which may do anything in forward(); its products are those of mm.py
         return
     kept = kept_weight(module.weight)
     local = local_tensor(module.weight) if kept is None else kept
-    if isinstance(local, QuantizedTensor | KeptWeight) and local.recipe.products is not None:
-        module.__class__ = QuantizedLinear
-        if "_old_forward" in vars(module):  # what a hook of Accelerate calls, and bound before
-            vars(module)["_old_forward"] = MethodType(QuantizedLinear.forward, module)
-        if local.recipe.products.delayed:
-            assert isinstance(module, QuantizedLinear)
-            module.keep_histories(local.device)
-        if isinstance(local, QuantizedTensor):
-            local.shared.in_layer = True
+    if not isinstance(local, QuantizedTensor | KeptWeight):
+        return
+    module.__class__ = QuantizedLinear
+    if "_old_forward" in vars(module):  # what a hook of Accelerate calls, and bound before
+        vars(module)["_old_forward"] = MethodType(QuantizedLinear.forward, module)
+    if local.recipe.products is not None and local.recipe.products.delayed:
+        assert isinstance(module, QuantizedLinear)
+        module.keep_histories(local.device)
+    if isinstance(local, QuantizedTensor):
+        local.shared.in_layer = True
 
 
 def linear(
@@ -135,14 +137,14 @@ def linear(
     assert isinstance(weight, QuantizedTensor | KeptWeight)
     in_fp8 = _products_in_fp8(x, weight, bias)
     if in_fp8 is None:
-        return nn.functional.linear(x, weight, bias)
+        return decoded_linear(x, weight, bias)
     if isinstance(weight, KeptWeight):
         weight = quantized(weight)
     if torch.is_grad_enabled():
         out: Tensor = _Linear.apply(x, weight, bias, in_fp8, histories)  # type: ignore[no-untyped-call]
         return out
     out, _ = output_of(x, weight, bias, in_fp8, histories, False)
-    return shaped(out, (*x.shape[:-1], weight.shape[0]))
+    return casts.shaped(out, (*x.shape[:-1], weight.shape[0]))
 
 
 casts.LIBRARY.define(
@@ -226,11 +228,6 @@ def format_of(weight: QuantizedTensor) -> ProductFormat:
     return format
 
 
-def shaped(matrix: Tensor, shape: Sequence[int]) -> Tensor:
-    """No view as autograd knows them, as in torch's own linear layers: it may be changed in place."""
-    return matrix if len(shape) == 2 else torch.ops.aten._unsafe_view.default(matrix, shape)
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -246,7 +243,7 @@ class _Linear(torch.autograd.Function):
         ctx.in_fp8, ctx.shape, ctx.kept, ctx.histories = in_fp8, x.shape, kept is not None, histories
         activations = () if not need_weight else (casts.matrix_of(x),) if kept is None else (kept.data, kept.scale)
         ctx.save_for_backward(weight if need_x or need_weight else None, *activations)
-        return shaped(out, (*x.shape[:-1], out.shape[1]))
+        return casts.shaped(out, (*x.shape[:-1], out.shape[1]))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -263,7 +260,7 @@ class _Linear(torch.autograd.Function):
         of_x = of_weight = None
         if need_x or need_weight:  # else the bias alone is trained, of a first layer
             of_x, of_weight = gradients_of(gradient, weight, kept, x, need_x, ctx.in_fp8, ctx.histories)
-        of_x = None if of_x is None else shaped(of_x, ctx.shape)
+        of_x = None if of_x is None else casts.shaped(of_x, ctx.shape)
         return of_x, of_weight, gradient.sum(0) if need_bias else None, None, None
 
 

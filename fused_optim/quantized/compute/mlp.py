@@ -17,7 +17,7 @@ from fused_optim.quantized.compute import casts, products, swiglu
 from fused_optim.quantized.compute.autograd import check_backward
 from fused_optim.quantized.compute.casts import Codes
 from fused_optim.quantized.compute.delayed import Histories, cast_both
-from fused_optim.quantized.compute.linear import format_of, linear, shaped
+from fused_optim.quantized.compute.linear import format_of, linear
 from fused_optim.quantized.compute.shared_input import (
     Norm,
     as_histories,
@@ -146,7 +146,7 @@ class _SwiGLUMLP(torch.autograd.Function):
         normed = (None, None, None) if norm is None else (rows, norm, rstd)
         ctx.save_for_backward(gate, up, down, gates, ups, *codes_kept, *normed)
         ctx.shape, ctx.histories, ctx.residual = x.shape, histories, residual
-        return shaped(rows + out if residual else out, (*x.shape[:-1], out.shape[1]))
+        return casts.shaped(rows + out if residual else out, (*x.shape[:-1], out.shape[1]))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -165,7 +165,7 @@ class _SwiGLUMLP(torch.autograd.Function):
         if ctx.needs_input_grad[0] or normed[0] is not None:
             of_both = [products.input_gradient(gate_codes[0], gate), products.input_gradient(up_codes[0], up)]
             of_x, of_norm = input_gradients(of_both, gradient if ctx.residual else None, *normed)
-            of_x = shaped(of_x, ctx.shape)
+            of_x = casts.shaped(of_x, ctx.shape)
         gate_gradient = products.weight_gradient(gate_codes[1], kept_x, gate)
         up_gradient = products.weight_gradient(up_codes[1], kept_x, up)
         return of_x, of_norm, gate_gradient, up_gradient, down_gradient, None, None, None, None

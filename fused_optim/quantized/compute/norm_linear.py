@@ -17,7 +17,7 @@ from fused_optim.quantized.compute import casts, products, rms_norm
 from fused_optim.quantized.compute.autograd import check_backward
 from fused_optim.quantized.compute.casts import Codes
 from fused_optim.quantized.compute.delayed import Histories, cast_both
-from fused_optim.quantized.compute.linear import format_of, linear, shaped
+from fused_optim.quantized.compute.linear import format_of, linear
 from fused_optim.quantized.compute.shared_input import (
     Norm,
     as_histories,
@@ -118,7 +118,7 @@ class _NormLinear(torch.autograd.Function):
         outputs = [products.output(codes, weight) for weight in weights]
         ctx.save_for_backward(rows, norm, rstd, kept.data, kept.scale, *weights)
         ctx.shape, ctx.histories = x.shape, histories
-        return x, *(shaped(out, (*x.shape[:-1], out.shape[1])) for out in outputs)
+        return x, *(casts.shaped(out, (*x.shape[:-1], out.shape[1])) for out in outputs)
 
     @staticmethod
     def backward(ctx: Any, addend: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -142,4 +142,4 @@ class _NormLinear(torch.autograd.Function):
             return addend, None, None, None, None, *of_weights
         beside = None if addend is None else casts.matrix_of(addend).contiguous()
         of_x, of_norm = input_gradients(of_outputs, beside, x, norm, rstd)
-        return shaped(of_x, ctx.shape), of_norm, None, None, None, *of_weights
+        return casts.shaped(of_x, ctx.shape), of_norm, None, None, None, *of_weights

@@ -1,0 +1,55 @@
+"""The products of a linear layer that decodes its weight, forward and again backward.
+
+torch's own operations would do the same, with the weight as a tensor that is decoded for them (``tensor/dispatch.py``):
+each of these calls costs the host more than a kernel with few rows costs the GPU. So this decodes first.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fused_optim.quantized.compute import casts
+from fused_optim.quantized.tensor import QuantizedTensor
+
+
+def decoded_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``torch.nn.functional.linear``, also for what is no quantized weight."""
+    if not isinstance(weight, QuantizedTensor) or not _are_known(x, weight):
+        return nn.functional.linear(x, weight, bias)
+    if not torch.is_grad_enabled():
+        return nn.functional.linear(x, weight.dequantize(), bias)
+    return cast(Tensor, _DecodedLinear.apply(x, weight, bias))  # type: ignore[no-untyped-call]
+
+
+def _are_known(x: Tensor, weight: QuantizedTensor) -> bool:
+    """Compilers are to see torch's operations, and other classes of activations to make of them what they do."""
+    is_plain = type(x) in (Tensor, nn.Parameter) and x.numel() > 0
+    return is_plain and weight.dim() == 2 and not weight.is_rearranged and not casts.is_traced()
+
+
+class _DecodedLinear(torch.autograd.Function):
+    """Keeps the weight for the gradient of ``x``, and ``x`` for that of the weight, where these are wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+        need_x, need_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
+        ctx.shape = x.shape
+        out = nn.functional.linear(casts.matrix_of(x), weight.dequantize(), bias)
+        return casts.shaped(out, (*x.shape[:-1], out.shape[1]))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        need_x, need_weight, need_bias = ctx.needs_input_grad
+        x, weight = ctx.saved_tensors
+        rows = casts.matrix_of(gradient)
+        of_x = of_weight = None
+        if need_x:  # of a gradient that is differentiated again, the weight is a variable
+            of_x = rows @ (weight if torch.is_grad_enabled() else weight.dequantize())
+            of_x = casts.shaped(of_x, ctx.shape)
+        if need_weight:
+            of_weight = rows.t() @ casts.matrix_of(x)
+        return of_x, of_weight, rows.sum(0) if need_bias else None
