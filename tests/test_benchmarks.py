@@ -83,5 +83,5 @@ def test_host_time_of_gathered_weights_is_measured(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     report = json.loads(output.read_text())
-    assert len(report["gather"]) == 7 and len(report["training"]) == 4
+    assert len(report["gather"]) == 7 and len(report["training"]) == 5
     assert all(row["min_us"] > 0 for part in ("gather", "training") for row in report[part].values())

@@ -150,8 +150,9 @@ def test_several_gradients_at_once(kind: str, device: str) -> None:
         out = layer(x)
         gradients = torch.stack([torch.ones_like(out), torch.arange(float(out.numel()), device=device).view_as(out)])
         found.append(torch.autograd.grad(out, [x, *layer.parameters()], gradients, is_grads_batched=True))
-    for a, b in zip(*found, strict=True):
-        assert torch.equal(a, b) and a.shape[0] == 2
+    for a, b in zip(*found, strict=True):  # other products, whose sums GPUs add up in another order
+        assert a.shape[0] == 2 and bool((a != 0).any())
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
 
 
 def test_outputs_may_be_changed_in_place(device: str) -> None:
