@@ -22,7 +22,6 @@ def train(ranks: int, metrics: Path, *flags: str) -> dict[str, Any]:
     return record
 
 
-@pytest.mark.long
 def test_muon_trains_and_resumes_on_two_ranks(tmp_path: Path) -> None:
     checkpoints = str(tmp_path / "checkpoints")
     flags = ("--optimizer", "muon", "--checkpoints", checkpoints, "--checkpoint-every", "4")

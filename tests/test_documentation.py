@@ -48,7 +48,6 @@ def test_pages_run_on_ranks(page: str, ranks: int, tmp_path: Path) -> None:
     distributed.run(ranks, run_within, page, str(tmp_path), timeout=120)
 
 
-@pytest.mark.long
 def test_the_readme_trains_under_torchrun_and_resumes(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(snippets.code_of("../README.md", "Train and resume with FSDP2"))
 

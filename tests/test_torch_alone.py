@@ -72,7 +72,6 @@ def python(folder: Path, *arguments: str | Path, program: str = sys.executable) 
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
 
 
-@pytest.mark.long
 def test_all_that_needs_no_extra_works(forked: str, tmp_path: Path) -> None:
     for program in (sys.executable, forked):
         blocked = python(tmp_path, "-c", "import numpy", program=program)

@@ -585,8 +585,13 @@ ENDS: dict[str, tuple[str, int, list[str]]] = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("how", ENDS)
+# The usual run has one end of each kind.
+USUAL_ENDS = ("exit", "SIGTERM, two that save", "SIGTERM of a forked child")
+
+
+@pytest.mark.parametrize(
+    "how", [how if how in USUAL_ENDS else pytest.param(how, marks=pytest.mark.long) for how in ENDS]
+)
 def test_the_end_of_the_process(how: str, tmp_path: Path) -> None:
     code, status, saved = ENDS[how]
     folder = tmp_path / "runs"

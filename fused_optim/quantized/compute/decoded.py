@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_optim.quantized.compute import casts
-from fused_optim.quantized.tensor import QuantizedTensor
+from fused_optim.quantized.tensor import QuantizedTensor, decoded
 
 
 def decoded_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -48,7 +48,7 @@ class _DecodedLinear(torch.autograd.Function):
         rows = casts.matrix_of(gradient)
         of_x = of_weight = None
         if need_x:  # of a gradient that is differentiated again, the weight is a variable
-            of_x = rows @ (weight if torch.is_grad_enabled() else weight.dequantize())
+            of_x = rows @ (weight if torch.is_grad_enabled() else decoded(weight))
             of_x = casts.shaped(of_x, ctx.shape)
         if need_weight:
             of_weight = rows.t() @ casts.matrix_of(x)

@@ -24,11 +24,11 @@ from fused_optim.quantized.compute import casts, measured, products
 from fused_optim.quantized.compute.autograd import as_autocast_wants, check_backward, is_transformed
 from fused_optim.quantized.compute.casts import Codes
 from fused_optim.quantized.compute.kept import KeptWeight, quantized
-from fused_optim.quantized.compute.linear import gradients_of, output_of
+from fused_optim.quantized.compute.linear import format_of, gradients_of, output_of
 from fused_optim.quantized.compute.measured import Instead
 from fused_optim.quantized.compute.products import NONE, InFP8, Product
 from fused_optim.quantized.recipes import Recipe
-from fused_optim.quantized.tensor import QuantizedTensor
+from fused_optim.quantized.tensor import QuantizedTensor, decoded
 
 _GROUPED_CAPABILITY = (9, 0)
 E4M3 = torch.float8_e4m3fn
@@ -235,7 +235,7 @@ class _Grouped(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: QuantizedTensor, offsets: Tensor, multiple_of: int, in_fp8: InFP8
     ) -> Tensor:
         need_weight = ctx.needs_input_grad[1]
-        ctx.in_fp8, ctx.groups = in_fp8, None
+        ctx.in_fp8, ctx.groups, ctx.fast = in_fp8, None, format_of(weight).fast_gradients
         kept: tuple[Tensor, ...] = ()
         if need_weight:
             needed = products.ALIGNMENT if in_fp8.weight_gradient else 8
@@ -254,17 +254,17 @@ class _Grouped(torch.autograd.Function):
         weight, offsets, *kept = ctx.saved_tensors
         need_x, need_weight, *_ = ctx.needs_input_grad
         gradient, groups = gradient.contiguous(), ctx.groups
-        fp8_x, fp8_weight = need_x and ctx.in_fp8.input_gradient, need_weight and ctx.in_fp8.weight_gradient
+        fp8_x = need_x and ctx.in_fp8.input_gradient and isinstance(weight, QuantizedTensor)  # as it was saved
+        fp8_weight = need_weight and ctx.in_fp8.weight_gradient
         rows, columns = _cast_both(gradient, groups if fp8_weight else None, fp8_x)
         of_x = of_weight = None
         if rows is not None:
             of_x = _product(rows, *_transposed(weight, gradient), offsets)
         elif need_x:
-            of_x = torch._grouped_mm(gradient, weight.dequantize(), offs=offsets)
+            of_x = torch._grouped_mm(gradient, decoded(weight), offs=offsets)
         if columns is not None:
             data, scale = kept
-            fast = weight.recipe.products.fast_gradients
-            of_weight = _weight_gradient(columns, Codes(data, scale, "row"), groups.ends, fast)
+            of_weight = _weight_gradient(columns, Codes(data, scale, "row"), groups.ends, ctx.fast)
         elif need_weight:
             of_weight = torch._grouped_mm(groups.spread(gradient).t(), groups.spread(kept[0]), offs=groups.ends)
         return of_x, of_weight, None, None, None
@@ -387,6 +387,7 @@ class _OneByOne(torch.autograd.Function):
             ctx.kept.append(None if kept is None else kept.scaling)
             saved += [] if kept is None else [kept.data, kept.scale]
         outputs.append(x.new_zeros(x.shape[0] - ends[-1], weight.shape[1]))  # rows of no expert
+        ctx.format = format_of(weight)
         wants_x = need_weight and None in ctx.kept
         ctx.save_for_backward(weight, x if wants_x else None, *saved)
         return torch.cat(outputs)
@@ -399,10 +400,11 @@ class _OneByOne(torch.autograd.Function):
         rest = iter(saved)
         all_of_x: list[Tensor] = []
         all_of_weight: list[Tensor] = []
-        for expert, part, in_fp8, scaling in zip(_experts(weight), ctx.parts, ctx.in_fp8, ctx.kept, strict=True):
+        experts = _experts(weight) if isinstance(weight, QuantizedTensor) else weight.unbind()
+        for expert, part, in_fp8, scaling in zip(experts, ctx.parts, ctx.in_fp8, ctx.kept, strict=True):
             kept = None if scaling is None else Codes(next(rest), next(rest), scaling)
             rows = x[part] if kept is None and need_weight else None
-            found = gradients_of(gradient[part].contiguous(), expert, kept, rows, need_x, in_fp8, None)
+            found = gradients_of(gradient[part].contiguous(), expert, kept, rows, need_x, in_fp8, None, ctx.format)
             for each, of_all in zip(found, (all_of_x, all_of_weight), strict=True):
                 of_all += [] if each is None else [each]
         if need_x:

@@ -31,7 +31,7 @@ from fused_optim.quantized.compute.kept import KeptWeight, kept_weight, quantize
 from fused_optim.quantized.compute.measured import Instead
 from fused_optim.quantized.compute.products import InFP8
 from fused_optim.quantized.recipes import ProductFormat
-from fused_optim.quantized.tensor import Args, Kwargs, QuantizedTensor, implements
+from fused_optim.quantized.tensor import Args, Kwargs, QuantizedTensor, decoded, implements
 from fused_optim.sharding.dtensor import local_tensor
 
 
@@ -196,15 +196,15 @@ def output_of(
 
 def gradients_of(
     gradient: Tensor,
-    weight: QuantizedTensor,
+    weight: Tensor,
     kept: Codes | None,
     x: Tensor | None,
     need_x: bool,
     in_fp8: InFP8,
     histories: Histories | None,
+    format: ProductFormat,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Those of activations and weight; the latter of what :func:`output_of` has ``kept``, or of ``x``, if of any."""
-    format = format_of(weight)
     fp8_x, fp8_weight = need_x and in_fp8.input_gradient, kept is not None
     rows, columns = None, None
     if fp8_x or fp8_weight:
@@ -214,9 +214,9 @@ def gradients_of(
             layer.begins = False
     of_x = of_weight = None
     if need_x:
-        of_x = gradient @ weight.dequantize() if rows is None else products.input_gradient(rows, weight)
+        of_x = gradient @ decoded(weight) if rows is None else products.input_gradient(rows, weight, format)
     if kept is not None and columns is not None:
-        of_weight = products.weight_gradient(columns, kept, weight)
+        of_weight = products.weight_gradient(columns, kept, weight, format)
     elif x is not None:
         of_weight = gradient.t() @ x
     return of_x, of_weight
@@ -241,6 +241,7 @@ class _Linear(torch.autograd.Function):
         need_x, need_weight, *_ = ctx.needs_input_grad
         out, kept = output_of(x, weight, bias, in_fp8, histories, need_weight)
         ctx.in_fp8, ctx.shape, ctx.kept, ctx.histories = in_fp8, x.shape, kept is not None, histories
+        ctx.format = format_of(weight)
         activations = () if not need_weight else (casts.matrix_of(x),) if kept is None else (kept.data, kept.scale)
         ctx.save_for_backward(weight if need_x or need_weight else None, *activations)
         return casts.shaped(out, (*x.shape[:-1], out.shape[1]))
@@ -254,12 +255,12 @@ class _Linear(torch.autograd.Function):
         kept, x = None, None
         if need_weight and ctx.kept:
             data, scale = activations
-            kept = Codes(data, scale, format_of(weight).kept)
+            kept = Codes(data, scale, ctx.format.kept)
         elif need_weight:
             (x,) = activations
         of_x = of_weight = None
         if need_x or need_weight:  # else the bias alone is trained, of a first layer
-            of_x, of_weight = gradients_of(gradient, weight, kept, x, need_x, ctx.in_fp8, ctx.histories)
+            of_x, of_weight = gradients_of(gradient, weight, kept, x, need_x, ctx.in_fp8, ctx.histories, ctx.format)
         of_x = None if of_x is None else casts.shaped(of_x, ctx.shape)
         return of_x, of_weight, gradient.sum(0) if need_bias else None, None, None
 

@@ -17,7 +17,7 @@ from fused_optim.quantized.compute import casts, products, swiglu
 from fused_optim.quantized.compute.autograd import check_backward
 from fused_optim.quantized.compute.casts import Codes
 from fused_optim.quantized.compute.delayed import Histories, cast_both
-from fused_optim.quantized.compute.linear import format_of, linear
+from fused_optim.quantized.compute.linear import linear
 from fused_optim.quantized.compute.shared_input import (
     Norm,
     as_histories,
@@ -145,27 +145,28 @@ class _SwiGLUMLP(torch.autograd.Function):
         codes_kept = kept_x.data, kept_x.scale, kept_hidden.data, kept_hidden.scale
         normed = (None, None, None) if norm is None else (rows, norm, rstd)
         ctx.save_for_backward(gate, up, down, gates, ups, *codes_kept, *normed)
-        ctx.shape, ctx.histories, ctx.residual = x.shape, histories, residual
+        ctx.shape, ctx.histories, ctx.residual, ctx.format = x.shape, histories, residual, format
         return casts.shaped(rows + out if residual else out, (*x.shape[:-1], out.shape[1]))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         check_backward(gradient)
         gate, up, down, gates, ups, x_data, x_scale, hidden_data, hidden_scale, *normed = ctx.saved_tensors
-        format = format_of(gate)
+        format = ctx.format
         kept_x, kept_hidden = Codes(x_data, x_scale, format.kept), Codes(hidden_data, hidden_scale, format.kept)
         of_gate, of_up, of_down = (None if each is None else each.gradients for each in ctx.histories)
         gradient = casts.matrix_of(gradient).contiguous()
         rows, columns = cast_both(gradient, format.gradients, format, True, True, of_down)
         assert rows is not None and columns is not None
-        of_hidden = products.input_gradient(rows, down)
-        down_gradient = products.weight_gradient(columns, kept_hidden, down)
+        of_hidden = products.input_gradient(rows, down, format)
+        down_gradient = products.weight_gradient(columns, kept_hidden, down, format)
         gate_codes, up_codes = swiglu.cast_hidden_gradients(of_hidden, gates, ups, format, of_gate, of_up)
         of_x = of_norm = None
         if ctx.needs_input_grad[0] or normed[0] is not None:
-            of_both = [products.input_gradient(gate_codes[0], gate), products.input_gradient(up_codes[0], up)]
+            pairs = (gate_codes[0], gate), (up_codes[0], up)
+            of_both = [products.input_gradient(codes, weight, format) for codes, weight in pairs]
             of_x, of_norm = input_gradients(of_both, gradient if ctx.residual else None, *normed)
             of_x = casts.shaped(of_x, ctx.shape)
-        gate_gradient = products.weight_gradient(gate_codes[1], kept_x, gate)
-        up_gradient = products.weight_gradient(up_codes[1], kept_x, up)
+        gate_gradient = products.weight_gradient(gate_codes[1], kept_x, gate, format)
+        up_gradient = products.weight_gradient(up_codes[1], kept_x, up, format)
         return of_x, of_norm, gate_gradient, up_gradient, down_gradient, None, None, None, None

@@ -17,7 +17,7 @@ from fused_optim.quantized.compute import casts, products, rms_norm
 from fused_optim.quantized.compute.autograd import check_backward
 from fused_optim.quantized.compute.casts import Codes
 from fused_optim.quantized.compute.delayed import Histories, cast_both
-from fused_optim.quantized.compute.linear import format_of, linear
+from fused_optim.quantized.compute.linear import linear
 from fused_optim.quantized.compute.shared_input import (
     Norm,
     as_histories,
@@ -117,13 +117,13 @@ class _NormLinear(torch.autograd.Function):
         codes, kept, rstd = cast_input(rows, Norm(norm, eps), format, histories)
         outputs = [products.output(codes, weight) for weight in weights]
         ctx.save_for_backward(rows, norm, rstd, kept.data, kept.scale, *weights)
-        ctx.shape, ctx.histories = x.shape, histories
+        ctx.shape, ctx.histories, ctx.format = x.shape, histories, format
         return x, *(casts.shaped(out, (*x.shape[:-1], out.shape[1])) for out in outputs)
 
     @staticmethod
     def backward(ctx: Any, addend: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         x, norm, rstd, data, scale, *weights = ctx.saved_tensors
-        format = format_of(weights[0])
+        format = ctx.format
         kept = Codes(data, scale, format.kept)
         of_outputs: list[Tensor] = []
         of_weights: list[Tensor | None] = []
@@ -136,8 +136,8 @@ class _NormLinear(torch.autograd.Function):
             of_gradients = None if history is None else history.gradients
             rows, columns = cast_both(matrix, format.gradients, format, True, True, of_gradients)
             assert rows is not None and columns is not None
-            of_outputs.append(products.input_gradient(rows, weight))
-            of_weights.append(products.weight_gradient(columns, kept, weight))
+            of_outputs.append(products.input_gradient(rows, weight, format))
+            of_weights.append(products.weight_gradient(columns, kept, weight, format))
         if not of_outputs:
             return addend, None, None, None, None, *of_weights
         beside = None if addend is None else casts.matrix_of(addend).contiguous()

@@ -274,15 +274,14 @@ def output(codes: Codes, weight: QuantizedTensor, bias: Tensor | None = None) ->
     return product(codes, weight_codes(weight), bias=bias, fast=fast, dtype=weight.dtype)
 
 
-def input_gradient(gradient: Codes, weight: QuantizedTensor) -> Tensor:
-    format = weight.recipe.products
-    fast = format is not None and format.fast_gradients
+def input_gradient(gradient: Codes, weight: Tensor, format: ProductFormat) -> Tensor:
+    """Of a plain weight, which hooks of saved tensors have made of it, in the weight's dtype."""
+    if not isinstance(weight, QuantizedTensor):
+        return gradient.values().to(weight.dtype) @ weight
     transposed = casts.transposed(weight_codes(weight), after=gradient.data)
-    return product(gradient, transposed, fast=fast, dtype=weight.dtype)
+    return product(gradient, transposed, fast=format.fast_gradients, dtype=weight.dtype)
 
 
-def weight_gradient(gradient: Codes, activations: Codes, weight: QuantizedTensor) -> Tensor:
+def weight_gradient(gradient: Codes, activations: Codes, weight: Tensor, format: ProductFormat) -> Tensor:
     """Of the transposes of both."""
-    format = weight.recipe.products
-    fast = format is not None and format.fast_gradients
-    return product(gradient, activations, fast=fast, dtype=weight.dtype)
+    return product(gradient, activations, fast=format.fast_gradients, dtype=weight.dtype)

@@ -1,0 +1,129 @@
+"""Hooks of saved tensors, which offload activations: they see weights, too, and may make plain tensors of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from fused_optim.quantized import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8DelayedScaling,
+    GroupedLinear,
+    MXFP8BlockScaling,
+    Recipe,
+    quantize_model_,
+    rms_norm_linear,
+    swiglu_mlp,
+)
+from fused_optim.quantized.compute import products
+from product_cases import matrix
+
+RECIPES: dict[str, Recipe] = {
+    "one scale": Float8CurrentScaling(compute="fp8"),
+    "delayed": Float8DelayedScaling(compute="fp8", activation_scaling="delayed"),
+    "rows": Float8CurrentScaling(compute="fp8", activation_scaling="row", weight_gradients="fp8"),
+    "rows, weight gradients BF16": Float8CurrentScaling(compute="fp8", activation_scaling="row"),
+    "blocks": Float8BlockScaling(compute="fp8"),
+    "blocks, decoded": Float8BlockScaling(compute="decode"),
+    "mxfp8, decoded": MXFP8BlockScaling(compute="decode"),
+}
+ROWS, WIDTH = 256, 128
+
+
+class Layers(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.norm = nn.RMSNorm(WIDTH)
+
+
+class Linear(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.first(self.norm(x))))
+
+
+class MLP(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return swiglu_mlp(x, self.first, self.second, self.third, norm=self.norm, residual=True)
+
+
+class NormLinear(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x, a, b = rms_norm_linear(x, self.norm, self.first, self.second)
+        return x + self.third(a * b)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = GroupedLinear(2, WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(x, torch.tensor([ROWS // 2, ROWS], dtype=torch.int32, device=x.device))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "linear": Linear, "MLP": MLP, "norm and linear": NormLinear, "experts": Experts,
+}  # fmt: skip
+
+
+@pytest.fixture
+def fp8_device(device: str) -> str:
+    if products.device_unsupported_reason(torch.device(device, 0), RECIPES["one scale"].products) is not None:
+        pytest.skip("no GPU with FP8")
+    return device
+
+
+def gradients(model: nn.Module, x: Tensor, hooks: AbstractContextManager[object]) -> list[Tensor]:
+    """Those of the activations, then of the parameters."""
+    with hooks:
+        out = model(x)
+    return list(torch.autograd.grad(out, [x, *model.parameters()], matrix(ROWS, WIDTH, seed=3).to(out)))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_offloaded_activations_give_the_same_gradients(name: str, kind: str, fp8_device: str) -> None:
+    torch.manual_seed(0)
+    model = quantize_model_(
+        MODELS[kind]().to(fp8_device).bfloat16(),
+        RECIPES[name],
+        lambda module, _: isinstance(module, nn.Linear | GroupedLinear),
+        keep_initial=False,
+    )
+    x = matrix(ROWS, WIDTH).to(fp8_device).requires_grad_()
+    gradients(model, x, nullcontext())  # delayed scales begin
+    before = [buffer.clone() for buffer in model.buffers()]
+    expected = gradients(model, x, nullcontext())
+    kinds: dict[str, tuple[AbstractContextManager[object], float]] = {
+        "copies": (saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t), 0.0),
+        "CPU": (save_on_cpu(), 0.0),
+        # Makes weights plain, so that input gradients are rounded otherwise, and then gradients in E5M2.
+        "pinned": (save_on_cpu(pin_memory=True), 0.05),
+    }
+    for hooks, bound in kinds.values():
+        for buffer, value in zip(model.buffers(), before, strict=True):
+            buffer.copy_(value)
+        found = gradients(model, x, hooks)
+        for a, b in zip(found, expected, strict=True):
+            assert a.dtype == b.dtype and a.shape == b.shape
+            assert float((a.double() - b.double()).norm()) <= bound * float(b.double().norm())
+
+
+@pytest.mark.parametrize("name", ["one scale", "blocks, decoded"])
+def test_hooks_that_pin_make_weights_plain(name: str, fp8_device: str) -> None:
+    """What the test above is about."""
+    layer = quantize_model_(nn.Linear(WIDTH, WIDTH).to(fp8_device).bfloat16(), RECIPES[name], lambda *_: True)
+    with save_on_cpu(pin_memory=True):
+        out = layer(matrix(ROWS, WIDTH).to(fp8_device).requires_grad_())
+    saved = out.grad_fn.saved_tensors  # type: ignore[union-attr]
+    assert len(saved) >= 2 and all(type(each) is Tensor for each in saved)
