@@ -106,6 +106,12 @@ class Collector:
         found = {spec.name: {str(group[spec.option]) for group in groups if spec.option in group} for spec in specs}
         return {name: sorted(dtype.removeprefix("torch.") for dtype in dtypes) for name, dtypes in found.items()}
 
+    def start_masters(self) -> None:
+        """Create the states of quantized weights that have none yet, as the first step would."""
+        if isinstance(self._optimizer, ShardedOptimizer):
+            for param in self._optimizer.store.not_started():
+                self._optimizer.initialize_state(param)
+
     def model_state(self) -> dict[str, Any]:
         state = get_model_state_dict(self._model) if self._wrapped else self._model.state_dict()
         if not self._keys.keys() >= state.keys():

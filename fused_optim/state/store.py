@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fused_optim import adapters
-from fused_optim.adapters import Update
+from fused_optim.adapters import Update, adapter_of
 from fused_optim.formats.masters import Master
 from fused_optim.memory import copies
 from fused_optim.memory.by_parameter import ByParameter
@@ -214,6 +214,14 @@ class StateStore:
                     discard_initial(candidate)  # no master will start from it
                 else:
                     self._create(candidate, group, remainders)
+
+    def not_started(self) -> list[Tensor]:
+        """Quantized parameters without states: their masters are to start from values that no file holds."""
+        return [
+            param
+            for param in self.params
+            if param not in self and not self.is_frozen(param) and adapter_of(param) is not None
+        ]
 
     def new_layout(self, param: Tensor, group: Group, remainders: bool | None = None) -> StateLayout:
         """The formats that the states of a parameter of ``group`` would have, with scales of their own."""

@@ -21,6 +21,7 @@ import distributed
 from checkpoint_cases import STAGERS, WAYS, let_write, start_save
 from distributed import Part, assert_same, join_all, long, on_each_device
 from fused_optim import export_optimizer_checkpoint, load_optimizer_checkpoint, save_master_safetensors
+from fused_optim.checkpoint import Checkpointer
 from fused_optim.memory.layout import MASTER
 from fused_optim.quantized import QuantizedTensor, finish_initialization, quantize_model_
 from pairwise import each_once_with
@@ -289,3 +290,40 @@ def test_optimizer_checkpoint_files_hold_quantized_models(ranks: tuple[int, int]
         assert len(masters) >= 3
         for name, value in masters.items():
             assert torch.equal(value, whole[f"{name}: {MASTER}"]), name
+
+
+# --- before the first step --------------------------------------------------------------------------------------
+
+
+def save_before_the_first_step(recipes: list[str], folder: str) -> dict[str, dict[str, Part]]:
+    """And go on."""
+    found = {}
+    for recipe in recipes:
+        run = Run(recipe)
+        with Checkpointer(run.model, run.optimizer, f"{folder}/{recipe}") as checkpointer:
+            checkpointer.save(0)
+        run.train(0, END)
+        found[recipe] = parameter_parts(run.model)
+    return found
+
+
+def load_before_the_first_step(recipes: list[str], folder: str) -> dict[str, dict[str, Part]]:
+    found = {}
+    for recipe in recipes:
+        run = Run(recipe, fresh=True)
+        with Checkpointer(run.model, run.optimizer, f"{folder}/{recipe}", readonly=True) as checkpointer:
+            assert checkpointer.load_latest() == 0
+        run.train(0, END)
+        found[recipe] = parameter_parts(run.model)
+    return found
+
+
+@pytest.mark.parametrize("ranks, on", on_each_device(((1, 2),), ((2, 3),), nccl=[((2, 1),)]))
+def test_saves_before_the_first_step_hold_the_initial_values(ranks: tuple[int, int], on: str, tmp_path: Path) -> None:
+    """In masters, which else would start from codes and scales."""
+    for count, run in zip(ranks, (save_before_the_first_step, load_before_the_first_step), strict=True):
+        results = distributed.run(count, run, SAVED, str(tmp_path), on=on)
+        for recipe in SAVED:
+            _, expected = straight(ALL, on)[recipe]
+            joined = join_all([result[recipe] for result in results])
+            assert_same(joined, {name: expected[name] for name in joined})
