@@ -22,6 +22,7 @@ from fused_optim.quantized import (
     swiglu_mlp,
 )
 from fused_optim.quantized.compute import products
+from fused_optim.quantized.compute.casts import Codes
 from product_cases import matrix
 
 RECIPES: dict[str, Recipe] = {
@@ -127,3 +128,14 @@ def test_hooks_that_pin_make_weights_plain(name: str, fp8_device: str) -> None:
         out = layer(matrix(ROWS, WIDTH).to(fp8_device).requires_grad_())
     saved = out.grad_fn.saved_tensors  # type: ignore[union-attr]
     assert len(saved) >= 2 and all(type(each) is Tensor for each in saved)
+
+
+@pytest.mark.parametrize("rows, blocks", [(128, 2), (256, 3), (128, 1)])
+def test_copies_of_scales_of_blocks_lie_as_products_want_them(rows: int, blocks: int) -> None:
+    """Copies that hooks make are row by row; cuBLAS takes scales column by column."""
+    data = torch.zeros(rows, 128 * blocks).to(torch.float8_e4m3fn)
+    scale = torch.arange(1.0, rows * blocks + 1).view(rows, blocks)
+    operand = products._scale_operand(Codes(data, scale, "block"))
+    assert torch.equal(operand, scale) and operand.stride(0) == 1
+    by_columns = scale.t().contiguous().t()
+    assert products._scale_operand(Codes(data, by_columns, "block")) is by_columns

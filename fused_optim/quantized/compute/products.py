@@ -238,9 +238,10 @@ def _product_of_blocks(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
 
 
 def _scale_operand(codes: Codes) -> Tensor:
-    """Scales of tiles as cuBLAS wants them: along the sum first, padded to multiples of four."""
+    """As cuBLAS wants them: of blocks column by column, which copies by hooks of saved tensors need not be; of tiles
+    along the sum first, padded to multiples of four."""
     if codes.scaling == "block":
-        return codes.scale
+        return codes.scale if codes.scale.stride(0) == 1 else codes.scale.t().contiguous().t()
     missing = -codes.scale.shape[1] % 4
     scale = torch.nn.functional.pad(codes.scale, (0, missing)) if missing else codes.scale
     return scale.t()
