@@ -50,6 +50,7 @@ def activations(kind: str, device: str, dtype: torch.dtype) -> Tensor:
         "batch": x.view(2, 3, 4, INPUTS),
         "transposed": x.t().contiguous().t(),
         "every other": torch.stack([x, x], 1)[:, 0],
+        "permuted": x.view(4, 6, INPUTS).transpose(0, 1),
         "one row": x[:1],
         "none": x[:0],
     }
@@ -78,6 +79,15 @@ def test_results_are_those_of_the_decoded_weight(name: str, kind: str, dtype: to
             assert torch.equal(layer(x), plain(x))
         with torch.inference_mode():
             assert torch.equal(layer(x), plain(x))
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)], ids=["BF16", "FP32"])
+def test_batches_that_are_not_contiguous(dtype: torch.dtype, bound: float, device: str) -> None:
+    """torch adds up in another order where gradients of these are wanted."""
+    layer, plain = layers_of(RECIPES["one scale"], device, dtype)
+    x = activations("permuted", device, dtype)
+    for a, b in zip(results(layer, x), results(plain, x), strict=True):
+        torch.testing.assert_close(a, b, rtol=bound, atol=bound * float(b.abs().max()))
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias", "input", "weight and input"])

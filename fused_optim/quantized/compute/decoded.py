@@ -38,8 +38,8 @@ class _DecodedLinear(torch.autograd.Function):
         need_x, need_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
         ctx.shape = x.shape
-        out = nn.functional.linear(casts.matrix_of(x), weight.dequantize(), bias)
-        return casts.shaped(out, (*x.shape[:-1], out.shape[1]))
+        out = nn.functional.linear(x, weight.dequantize(), bias)
+        return casts.shaped(out, out.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
