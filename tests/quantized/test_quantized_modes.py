@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, stack_module_state, vmap
 
-from fused_optim.quantized import GroupedLinear, dequantize_model_, grouped_linear, quantize_model_
+from fused_optim.quantized import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    GroupedLinear,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+    dequantize_model_,
+    grouped_linear,
+    quantize_model_,
+)
 from fused_optim.quantized.compute.linear import QuantizedLinear
 from product_cases import RECIPES as PRODUCTS
 from product_cases import matrix
@@ -293,3 +304,21 @@ def test_experts_have_first_derivatives_alone() -> None:
     x = matrix(48, 64).requires_grad_()
     with pytest.raises(RuntimeError, match="differentiated again"):
         torch.autograd.grad(layer(x, offsets).float().sum(), layer.weight, create_graph=True)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("recipe", [
+    Float8CurrentScaling(compute="decode"), Float8CurrentScaling(compute="fp8"), Float8BlockScaling(compute="fp8"),
+    MXFP8BlockScaling(compute="fp8"), NVFP4BlockScaling(compute="fp4"),
+], ids=lambda recipe: f"{recipe.name}-{recipe.compute}")  # fmt: skip
+def test_traced_layers_compute_as_layers_do(recipe: Recipe, trains: bool) -> None:
+    """``torch.jit.trace`` records torch's operations: not what an engine writes into new memory."""
+    torch.manual_seed(0)
+    layer = quantize_model_(nn.Linear(256, 128).bfloat16(), recipe, lambda *_: True, keep_initial=False)
+    x, other = torch.randn(32, 256).bfloat16(), torch.randn(32, 256).bfloat16()
+    with torch.set_grad_enabled(trains), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates it
+        traced = torch.jit.trace(layer, x, check_trace=False)
+        memory = [torch.full((256, 128), 1e6) for _ in range(20)]
+        del memory  # which new tensors may get
+        assert torch.equal(traced(other), layer(other))

@@ -179,8 +179,11 @@ _known_products_in_fp8 = functools.lru_cache(maxsize=4096)(_products_in_fp8)
 
 
 def fits(x: Tensor, weight: QuantizedTensor | KeptWeight, dtype: torch.dtype | None = None) -> bool:
-    """Whether products of these tensors are considered at all. ``dtype``: what both are still to be cast to."""
-    if isinstance(x, QuantizedTensor) or x.numel() == 0:
+    """Whether products of these tensors are considered at all. ``dtype``: what both are still to be cast to.
+
+    torch.jit.trace would not see what engines write.
+    """
+    if isinstance(x, QuantizedTensor) or x.numel() == 0 or torch.jit.is_tracing():
         return False
     common = dtype or weight.dtype
     if common not in OUTPUTS or (dtype or x.dtype) != common:
