@@ -25,7 +25,7 @@ def decoded_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _are_known(x: Tensor, weight: QuantizedTensor) -> bool:
-    """Compilers and torch.jit.trace see torch's operations, and other classes of activations make of these what they do."""
+    """Compilers and torch.jit.trace see torch's operations; other classes of activations make of these what they do."""
     is_plain = type(x) in (Tensor, nn.Parameter) and x.numel() > 0
     is_watched = casts.is_traced() or torch.jit.is_tracing()
     return is_plain and weight.dim() == 2 and not weight.is_rearranged and not is_watched
