@@ -107,10 +107,11 @@ class Collector:
         return {name: sorted(dtype.removeprefix("torch.") for dtype in dtypes) for name, dtypes in found.items()}
 
     def start_masters(self) -> None:
-        """Create the states of quantized weights that have none yet, as the first step would."""
+        """Create the states of quantized weights that have none yet. Their first step does the rest."""
         if isinstance(self._optimizer, ShardedOptimizer):
             for param in self._optimizer.store.not_started():
                 self._optimizer.initialize_state(param)
+                self._optimizer.store.started_early = True
 
     def model_state(self) -> dict[str, Any]:
         state = get_model_state_dict(self._model) if self._wrapped else self._model.state_dict()

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 import distributed
 from checkpoint_cases import STAGERS, WAYS, let_write, start_save
 from distributed import Part, assert_same, join_all, long, on_each_device
-from fused_optim import export_optimizer_checkpoint, load_optimizer_checkpoint, save_master_safetensors
+from fused_optim import FusedAdamW, export_optimizer_checkpoint, load_optimizer_checkpoint, save_master_safetensors
 from fused_optim.checkpoint import Checkpointer
 from fused_optim.memory.layout import MASTER
 from fused_optim.quantized import QuantizedTensor, finish_initialization, quantize_model_
@@ -327,3 +327,29 @@ def test_saves_before_the_first_step_hold_the_initial_values(ranks: tuple[int, i
             _, expected = straight(ALL, on)[recipe]
             joined = join_all([result[recipe] for result in results])
             assert_same(joined, {name: expected[name] for name in joined})
+
+
+@pytest.mark.parametrize("saved", [[0], [0, 2], [3]], ids=str)
+@pytest.mark.parametrize("thaw", [0, 2])
+@pytest.mark.parametrize("recipe", SAVED)
+def test_saves_leave_frozen_weights_to_the_first_step(recipe: str, thaw: int, saved: list[int], tmp_path: Path) -> None:
+    """Which frees their initial values, from which masters of weights that are thawed later would start."""
+    found = []
+    for steps in ([], saved):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(128, 256, bias=False), nn.Linear(256, 128, bias=False))
+        quantize_model_(model, RECIPES[recipe], lambda module, _: isinstance(module, nn.Linear))
+        optimizer = FusedAdamW(model.parameters(), lr=1e-2)
+        model[0].requires_grad_(False)
+        with Checkpointer(model, optimizer, tmp_path / str(len(steps))) as checkpointer:
+            for step in range(4):
+                if step in steps:
+                    checkpointer.save(step)
+                if step == thaw:
+                    model[0].requires_grad_(True)
+                model(torch.ones(8, 128) * step).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert not any(layer.weight.has_initial for layer in model)
+        found.append([*optimizer.master_state_dict(model).values(), *(layer.weight.dequantize() for layer in model)])
+    assert len(found[0]) == 4 and all(map(torch.equal, *found))

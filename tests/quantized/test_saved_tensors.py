@@ -139,3 +139,35 @@ def test_copies_of_scales_of_blocks_lie_as_products_want_them(rows: int, blocks:
     assert torch.equal(operand, scale) and operand.stride(0) == 1
     by_columns = scale.t().contiguous().t()
     assert products._scale_operand(Codes(data, by_columns, "block")) is by_columns
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_without_a_gradient_there_is_none(name: str, kind: str, fp8_device: str) -> None:
+    """As with plain layers: an optimizer would decay weights whose gradients are zeros."""
+    model = quantize_model_(
+        MODELS[kind]().to(fp8_device).bfloat16(),
+        RECIPES[name],
+        lambda module, _: isinstance(module, nn.Linear | GroupedLinear),
+    )
+    x = matrix(ROWS, WIDTH).to(fp8_device).requires_grad_()
+    (NoGradient.apply(model(x)).sum() + x.sum()).backward()
+    assert all(param.grad is None for param in model.parameters()) and bool((x.grad == 1).all())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_layers_on_the_meta_device(name: str) -> None:
+    layer = quantize_model_(nn.Linear(WIDTH, WIDTH).bfloat16(), RECIPES[name], lambda *_: True).to("meta")
+    out = layer(torch.empty(3, WIDTH, dtype=torch.bfloat16, device="meta"))
+    out.sum().backward()
+    assert out.shape == (3, WIDTH) and layer.weight.grad.shape == (WIDTH, WIDTH)

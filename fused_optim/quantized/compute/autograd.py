@@ -18,7 +18,7 @@ def as_autocast_wants(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[T
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What :func:`as_autocast_wants` casts to, if it does."""
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype == torch.float64:
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype == torch.float64:
         return None
     return torch.get_autocast_dtype(kind)
 

@@ -36,6 +36,7 @@ class _DecodedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+        ctx.set_materialize_grads(False)
         need_x, need_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
         ctx.shape = x.shape
@@ -43,7 +44,9 @@ class _DecodedLinear(torch.autograd.Function):
         return casts.shaped(out, out.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return None, None, None
         need_x, need_weight, need_bias = ctx.needs_input_grad
         x, weight = ctx.saved_tensors
         rows = casts.matrix_of(gradient)

@@ -234,6 +234,7 @@ class _Grouped(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: QuantizedTensor, offsets: Tensor, multiple_of: int, in_fp8: InFP8
     ) -> Tensor:
+        ctx.set_materialize_grads(False)
         need_weight = ctx.needs_input_grad[1]
         ctx.in_fp8, ctx.groups, ctx.fast = in_fp8, None, format_of(weight).fast_gradients
         kept: tuple[Tensor, ...] = ()
@@ -249,7 +250,9 @@ class _Grouped(torch.autograd.Function):
         return _product(rows, *_matrices(weight), offsets)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return (None,) * len(ctx.needs_input_grad)
         check_backward(gradient)
         weight, offsets, *kept = ctx.saved_tensors
         need_x, need_weight, *_ = ctx.needs_input_grad
@@ -375,6 +378,7 @@ class _OneByOne(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, offsets: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         need_weight = ctx.needs_input_grad[1]
         ends = offsets.tolist()
         ctx.parts = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
@@ -393,7 +397,9 @@ class _OneByOne(torch.autograd.Function):
         return torch.cat(outputs)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return (None,) * len(ctx.needs_input_grad)
         check_backward(gradient)
         weight, x, *saved = ctx.saved_tensors
         need_x, need_weight, _ = ctx.needs_input_grad

@@ -238,6 +238,7 @@ class _Linear(torch.autograd.Function):
         in_fp8: InFP8,
         histories: Histories | None,
     ) -> Tensor:
+        ctx.set_materialize_grads(False)
         need_x, need_weight, *_ = ctx.needs_input_grad
         out, kept = output_of(x, weight, bias, in_fp8, histories, need_weight)
         ctx.in_fp8, ctx.shape, ctx.kept, ctx.histories = in_fp8, x.shape, kept is not None, histories
@@ -247,7 +248,9 @@ class _Linear(torch.autograd.Function):
         return casts.shaped(out, (*x.shape[:-1], out.shape[1]))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return (None,) * len(ctx.needs_input_grad)
         check_backward(gradient)
         need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
         weight, *activations = ctx.saved_tensors

@@ -135,6 +135,7 @@ class _SwiGLUMLP(torch.autograd.Function):
         format: ProductFormat,
         histories: list[Histories | None],
     ) -> Tensor:
+        ctx.set_materialize_grads(False)
         of_gate, of_up, of_down = histories
         rows = casts.matrix_of(x).contiguous()
         known = None if norm is None else Norm(norm, eps)
@@ -149,7 +150,9 @@ class _SwiGLUMLP(torch.autograd.Function):
         return casts.shaped(rows + out if residual else out, (*x.shape[:-1], out.shape[1]))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return (None,) * len(ctx.needs_input_grad)
         check_backward(gradient)
         gate, up, down, gates, ups, x_data, x_scale, hidden_data, hidden_scale, *normed = ctx.saved_tensors
         format = ctx.format
