@@ -173,9 +173,9 @@ class Checkpointer:
         """Start to save what there is after ``step`` steps, unless ``every`` says otherwise; ``force``: even then.
 
         Returns at once; if two saves are under way, when the first of them is done. A step that was just saved, or
-        loaded, is not saved again. Quantized weights that have had no step get their states, as files hold no initial
-        values. ``metrics``: numbers by name, for ``keep_best``; those of the first rank count, and what is not finite
-        is never the best.
+        loaded, is not saved again. Warns of quantized weights without states, since files hold no initial values: call
+        ``optimizer.initialize_state()`` before the first step's save. ``metrics``: numbers by name, for ``keep_best``;
+        those of the first rank count, and what is not finite is never the best.
 
         Raises RuntimeError where an earlier save has failed, once this one was started, and SystemExit after a last
         save where SIGTERM came. TypeError for metrics that are no numbers and, as ValueError, for what is no step;
@@ -251,7 +251,7 @@ class Checkpointer:
         staged: Future[dict[str, Any]] = Future()
         try:
             with without_collection():
-                self._states.start_masters()
+                self._states.warn_of_masters()
                 staged = self._stager.stage(self._collect())
         except Exception as error:  # the other ranks have to know
             staged.set_exception(error)

@@ -5,6 +5,7 @@ Names are looked up once: at every save that would take longer than all else tha
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
+from fused_optim.decorators import callers_level
 from fused_optim.known_rules import RULES
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import check_belongs, check_whole
@@ -24,6 +26,10 @@ from fused_optim.sharding.dtensor import has_own_chunks
 from fused_optim.state.groups import rule_name
 
 _ADAMS_OF_TORCH = ("torch.optim.Adam", "torch.optim.AdamW")
+NO_MASTERS = (
+    "this checkpoint has no masters of quantized weights, as these have had no step: after a load they start from "
+    "codes, not from the values before quantization. Call optimizer.initialize_state() before such a save"
+)
 
 
 def kind_of(optimizer: Optimizer) -> str:
@@ -106,12 +112,10 @@ class Collector:
         found = {spec.name: {str(group[spec.option]) for group in groups if spec.option in group} for spec in specs}
         return {name: sorted(dtype.removeprefix("torch.") for dtype in dtypes) for name, dtypes in found.items()}
 
-    def start_masters(self) -> None:
-        """Create the states of quantized weights that have none yet. Their first step does the rest."""
-        if isinstance(self._optimizer, ShardedOptimizer):
-            for param in self._optimizer.store.not_started():
-                self._optimizer.initialize_state(param)
-                self._optimizer.store.started_early = True
+    def warn_of_masters(self) -> None:
+        """Where quantized weights have no states yet: what their masters are to start from is in no file."""
+        if isinstance(self._optimizer, ShardedOptimizer) and self._optimizer.store.not_started():
+            warnings.warn(NO_MASTERS, UserWarning, stacklevel=callers_level())
 
     def model_state(self) -> dict[str, Any]:
         state = get_model_state_dict(self._model) if self._wrapped else self._model.state_dict()

@@ -57,7 +57,6 @@ class StateStore:
     ) -> None:
         self._owner: Owner = weakref.proxy(owner)  # which holds this, and is freed as soon as nobody else holds it
         self.layouts: ByParameter[StateLayout] = ByParameter(layouts)
-        self.started_early = False  # some states were created before a step that is to do all that goes with it
         self.pending: ByParameter[LoadedRemainder | None] = ByParameter(pending)
         # Where parameters have names: then the optimizers of parts of a model round as one of all of it does. Not after
         # a checkpoint whose run has counted parameters.
@@ -206,7 +205,6 @@ class StateStore:
         overrides the optimizer's ``store_param_remainders``.
         """
         if param is None:
-            self.started_early = False
             self.offloading.choose_again()
         for group in self.groups:
             for candidate in group["params"]:
@@ -218,7 +216,7 @@ class StateStore:
                     self._create(candidate, group, remainders)
 
     def not_started(self) -> list[Tensor]:
-        """Quantized parameters without states: their masters are to start from values that no file holds."""
+        """Quantized parameters without states, whose masters start from values that no file holds."""
         return [
             param
             for param in self.params

@@ -352,7 +352,7 @@ class Stepper:
 
     def _new_plan(self) -> Plan:
         store = self._store
-        if store.started_early or not all(param in store or store.is_frozen(param) for param in store.params):
+        if not all(param in store or store.is_frozen(param) for param in store.params):
             self._checked_grads()  # states are created only for a step that will be made
             self.restart_counters()
             store.create()

@@ -14,7 +14,14 @@ from torch.distributed.fsdp import fully_shard
 import distributed
 from distributed import Part, assert_same, join_all, on_each_device, shard_like
 from fused_optim import FusedAdam
-from fused_optim.quantized import QuantizedTensor, dequantize_model_, quantize_model_
+from fused_optim.quantized import (
+    Float8CurrentScaling,
+    Float8DelayedScaling,
+    QuantizedTensor,
+    Recipe,
+    dequantize_model_,
+    quantize_model_,
+)
 from fused_optim.sharding.dtensor import local_tensor
 from pairwise import pairwise
 from quantized_cases import (
@@ -302,3 +309,16 @@ def test_replaced_parameters_take_states_along() -> None:
             optimizer.step()
     assert torch.equal(half.param_groups[0]["params"][0], full.param_groups[0]["params"][0])
     assert half.param_groups[0]["step"] == 6
+
+
+@pytest.mark.parametrize("recipe", [
+    Float8CurrentScaling(compute="decode"), Float8DelayedScaling(compute="fp8", activation_scaling="delayed"),
+], ids=lambda recipe: recipe.name)  # fmt: skip
+def test_layers_are_torchs_again(recipe: Recipe) -> None:
+    """So that they can be scripted, exported, quantized by others and pickled without this package."""
+    layer = nn.Linear(128, 128).bfloat16()
+    before, buffers = set(vars(layer)), list(layer.named_buffers())
+    model = dequantize_model_(quantize_model_(nn.Sequential(layer), recipe, lambda m, _: isinstance(m, nn.Linear)))
+    assert type(model[0]) is nn.Linear and set(vars(model[0])) == before and list(model[0].named_buffers()) == buffers
+    x = torch.randn(4, 128).bfloat16()
+    assert torch.equal(torch.jit.script(model)(x), model(x))

@@ -230,8 +230,13 @@ def trained(model: nn.Module) -> None:
 
 
 def most_allocated(work: Callable[[], object]) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        work()
+    gc.collect()  # what is freed meanwhile would count as less
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            work()
+    finally:
+        gc.enable()
     events = profiled.profiler.kineto_results.events()
     return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
 

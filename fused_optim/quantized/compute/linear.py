@@ -112,6 +112,19 @@ def convert(module: nn.Module) -> None:
         local.shared.in_layer = True
 
 
+def revert(module: nn.Module) -> None:
+    """Undo :func:`convert`, for a layer whose weight is plain again."""
+    if type(module) is not QuantizedLinear:  # FSDP2's classes are derived from it
+        return
+    if module.delays:
+        del module.activation_history, module.gradient_history
+    for name in ("delays", "begins"):
+        vars(module).pop(name, None)
+    module.__class__ = nn.Linear  # type: ignore[assignment]
+    if "_old_forward" in vars(module):
+        vars(module)["_old_forward"] = MethodType(nn.Linear.forward, module)
+
+
 def linear(
     x: Tensor,
     weight: Tensor,

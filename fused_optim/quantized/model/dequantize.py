@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fused_optim.quantized.compute.kept import kept_weight
+from fused_optim.quantized.compute.linear import revert
 from fused_optim.quantized.tensor import QuantizedTensor, local_weight
 from fused_optim.sharding import fsdp
 from fused_optim.sharding.dtensor import local_tensor, rewrap_like
@@ -53,6 +54,7 @@ def dequantize_model_(model: nn.Module, optimizer: Optimizer | None = None) -> n
         for key, param in module._parameters.items():
             if param is not None and param in replaced:
                 module._parameters[key] = replaced[param]  # type: ignore[assignment]
+                revert(module)
     fsdp.follow_replaced(model)
     return model
 
