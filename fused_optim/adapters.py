@@ -107,6 +107,9 @@ class Adapter(Protocol):
     def retain_initial(self, param: Tensor) -> None:
         """An optimizer holds this parameter: :meth:`initial_values` are wanted until :meth:`discard_initial`."""
 
+    def has_initial(self, param: Tensor) -> bool:
+        """Whether it remembers more than :meth:`values`, which no file holds."""
+
     def initial_values(self, param: Tensor) -> Tensor:
         """New local FP32 values to start a master from, as precise as the tensor remembers them."""
 

@@ -173,9 +173,9 @@ class Checkpointer:
         """Start to save what there is after ``step`` steps, unless ``every`` says otherwise; ``force``: even then.
 
         Returns at once; if two saves are under way, when the first of them is done. A step that was just saved, or
-        loaded, is not saved again. Warns of quantized weights without states, since files hold no initial values: call
-        ``optimizer.initialize_state()`` before the first step's save. ``metrics``: numbers by name, for ``keep_best``;
-        those of the first rank count, and what is not finite is never the best.
+        loaded, is not saved again. Warns where masters are still to start from initial values of quantized weights,
+        which files do not hold: call ``optimizer.initialize_state()`` before. ``metrics``: numbers by name, for
+        ``keep_best``; those of the first rank count, and what is not finite is never the best.
 
         Raises RuntimeError where an earlier save has failed, once this one was started, and SystemExit after a last
         save where SIGTERM came. TypeError for metrics that are no numbers and, as ValueError, for what is no step;

@@ -113,8 +113,8 @@ class Collector:
         return {name: sorted(dtype.removeprefix("torch.") for dtype in dtypes) for name, dtypes in found.items()}
 
     def warn_of_masters(self) -> None:
-        """Where quantized weights have no states yet: what their masters are to start from is in no file."""
-        if isinstance(self._optimizer, ShardedOptimizer) and self._optimizer.store.not_started():
+        """Where those of quantized weights are still to start from values that are in no file."""
+        if isinstance(self._optimizer, ShardedOptimizer) and self._optimizer.store.wants_initial_values():
             warnings.warn(NO_MASTERS, UserWarning, stacklevel=callers_level())
 
     def model_state(self) -> dict[str, Any]:

@@ -215,13 +215,10 @@ class StateStore:
                 else:
                     self._create(candidate, group, remainders)
 
-    def not_started(self) -> list[Tensor]:
-        """Quantized parameters without states, whose masters start from values that no file holds."""
-        return [
-            param
-            for param in self.params
-            if param not in self and not self.is_frozen(param) and adapter_of(param) is not None
-        ]
+    def wants_initial_values(self) -> bool:
+        """Whether masters are still to start from values of quantized parameters that no file holds."""
+        adapters = ((param, adapter_of(param)) for param in self.params if param not in self)
+        return any(adapter.has_initial(param) for param, adapter in adapters if adapter and not self.is_frozen(param))
 
     def new_layout(self, param: Tensor, group: Group, remainders: bool | None = None) -> StateLayout:
         """The formats that the states of a parameter of ``group`` would have, with scales of their own."""

@@ -22,13 +22,6 @@ DELAYED = Float8CurrentScaling(compute="fp8", activation_scaling="delayed")
 CURRENT = Float8CurrentScaling(compute="fp8")
 
 
-@pytest.fixture
-def fp8_device(device: str) -> str:
-    if products.device_unsupported_reason(torch.device(device, 0), CURRENT.products) is not None:
-        pytest.skip("no GPU with FP8")
-    return device
-
-
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for key, value in found.items():

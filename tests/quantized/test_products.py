@@ -34,13 +34,6 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m
 
 
 @pytest.fixture
-def fp8_device(device: str) -> str:
-    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("no GPU with FP8")
-    return device
-
-
-@pytest.fixture
 def recipe(name: str, fp8_device: str) -> Recipe:
     """The one of that name, if the device has its products."""
     recipe = RECIPES[name]

@@ -356,3 +356,12 @@ def test_saves_change_nothing_that_a_run_computes(recipe: str, thaw: int, saved:
                 optimizer.zero_grad()
         found.append([*optimizer.master_state_dict(model).values(), *(layer.weight.dequantize() for layer in model)])
     assert len(found[0]) == 4 and all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("recipe", SAVED)
+def test_saves_that_lose_nothing_do_not_warn(recipe: str, tmp_path: Path) -> None:
+    model = quantize_model_(plain_model(recipe, torch.bfloat16, seed=0), RECIPES[recipe], keep_initial=False)
+    optimizer = FusedAdamW(model.parameters())
+    with Checkpointer(model, optimizer, tmp_path) as checkpointer, warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        checkpointer.save(0)

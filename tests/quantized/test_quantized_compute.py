@@ -12,13 +12,6 @@ from fused_optim.quantized.compute.linear import QuantizedLinear
 from product_cases import RECIPES, layer_of, matrix
 
 
-@pytest.fixture
-def fp8_device(device: str) -> str:
-    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("no GPU with FP8")
-    return device
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("name", ["tensor", "delayed", "row"])
 def test_forward_products_are_those_of_layers(name: str, bias: bool, fp8_device: str) -> None:

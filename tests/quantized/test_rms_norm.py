@@ -22,7 +22,7 @@ from fused_optim.quantized import (
     rms_norm_linear,
     swiglu_mlp,
 )
-from fused_optim.quantized.compute import casts, products, rms_norm
+from fused_optim.quantized.compute import casts, rms_norm
 from fused_optim.quantized.recipes import ProductFormat
 from product_cases import BACKENDS, matrix
 
@@ -38,13 +38,6 @@ NAMES = pytest.mark.parametrize("name", RECIPES)
 FORMATS: dict[str, ProductFormat] = {name: recipe.products for name, recipe in RECIPES.items() if recipe.products}
 ROWS, INPUTS, HIDDEN = 256, 128, 384
 EPS = 1e-5
-
-
-@pytest.fixture
-def fp8_device(device: str) -> str:
-    if products.device_unsupported_reason(torch.device(device, 0), FORMATS["one scale"]) is not None:
-        pytest.skip("no GPU with FP8")
-    return device
 
 
 @pytest.fixture

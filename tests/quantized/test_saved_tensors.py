@@ -77,13 +77,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def fp8_device(device: str) -> str:
-    if products.device_unsupported_reason(torch.device(device, 0), RECIPES["one scale"].products) is not None:
-        pytest.skip("no GPU with FP8")
-    return device
-
-
 def gradients(model: nn.Module, x: Tensor, hooks: AbstractContextManager[object]) -> list[Tensor]:
     """Those of the activations, then of the parameters."""
     with hooks:

@@ -21,7 +21,7 @@ from fused_optim.quantized import (
     quantize_model_,
     swiglu_mlp,
 )
-from fused_optim.quantized.compute import casts, products, swiglu
+from fused_optim.quantized.compute import casts, swiglu
 from fused_optim.quantized.recipes import ProductFormat
 from product_cases import BACKENDS, matrix
 
@@ -37,13 +37,6 @@ RECIPES: dict[str, Recipe] = {
 }
 NAMES = pytest.mark.parametrize("name", RECIPES)
 ROWS, INPUTS, HIDDEN = 256, 128, 384
-
-
-@pytest.fixture
-def fp8_device(device: str) -> str:
-    if products.device_unsupported_reason(torch.device(device, 0), RECIPES["one scale"].products) is not None:
-        pytest.skip("no GPU with FP8")
-    return device
 
 
 class SwiGLU(torch.autograd.Function):

@@ -28,6 +28,10 @@ def retain_initial(param: Tensor) -> None:
     pass
 
 
+def has_initial(param: Tensor) -> bool:
+    return False
+
+
 def initial_values(param: Tensor) -> Tensor:
     return values(local_tensor(param.detach()))
 

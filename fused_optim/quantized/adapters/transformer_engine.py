@@ -72,6 +72,10 @@ def retain_initial(param: Tensor) -> None:
     pass
 
 
+def has_initial(param: Tensor) -> bool:
+    return any(holder.get_high_precision_init_val() is not None for holder in _holders(param))
+
+
 def initial_values(param: Tensor) -> Tensor:
     """Those of ``quantized_model_init(preserve_high_precision_init_val=True)``, which lie in host memory."""
     if needs_collective(param):

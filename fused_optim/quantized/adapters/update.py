@@ -37,6 +37,10 @@ def retain_initial(param: Tensor) -> None:
     local_weight(param).shared.has_optimizer = True
 
 
+def has_initial(param: Tensor) -> bool:
+    return local_weight(param).has_initial
+
+
 def initial_values(param: Tensor) -> Tensor:
     local = local_weight(param)
     local.check_quantized()
