@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "arithmetic.h"
 
@@ -138,23 +139,27 @@ FUSED_OPTIM_HD float join_remainder8(uint16_t high, int8_t low) {
     return join_remainder16(high, static_cast<int16_t>(static_cast<uint16_t>(static_cast<uint8_t>(low)) << 8));
 }
 
-// Rounds to the nearest 24-bit value (ties away from zero); the largest finite ones may become infinite.
-FUSED_OPTIM_HD Split split_remainder8(float master) {
+// What rotating rounding adds to a master's bits before it drops 8 of them.
+FUSED_OPTIM_HD uint32_t remainder8_carry(uint32_t u) { return u >> 24; }
+
+// Rounds to a 24-bit value in the rotating way; the largest finite ones may become infinite.
+FUSED_OPTIM_HD Split split_remainder8(float master, uint32_t u) {
     uint32_t b = canonical_bits(master);
-    b += 0x80u;
+    b += remainder8_carry(u);
     return {static_cast<uint16_t>((b + 0x8000u) >> 16), static_cast<int16_t>(static_cast<int8_t>((b >> 8) & 0xFFu))};
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Block-scaled states. A codec has: Bits, decode(bits, scale), scale(absmax bits) and encode(...). Which one depends on
-// what the state holds (StateKind). SignedCodec rounds to nearest even. SquareCodec, of averages of squares, adds the
-// fraction u. It also receives the square root, which the update has computed anyway, and gives no positive value the
-// code 0. A block that holds a NaN or an infinity gets a NaN scale and decodes to NaN. Blocks whose `inverse` is 0 have
-// zero codes, whatever encode() would give. States without block scales are stored as elements: signed ones to nearest
-// even, squares rotating.
+// Block-scaled states. A codec has: Bits, decode(bits, scale), scale(absmax bits) and encode(x, root, inverse, u).
+// Which one depends on what the state holds (StateKind). All round magnitudes in the rotating way, by the fraction u:
+// rounded to nearest, a value whose steps are below half a code would keep its code for ever. SquareCodec, of averages
+// of squares, uses the square root, which the update has computed anyway, and gives no positive value the code 0;
+// SignedCodec takes no notice of `root`. A block that holds a NaN or an infinity gets a NaN scale and decodes to NaN.
+// Blocks whose `inverse` is 0 have zero codes, whatever encode() would give. States without block scales are stored as
+// elements, which rotate, too.
 //
-// A SquareCodec with one-byte codes may also offer placed(): the code, before it is made at least 1, stands in the
-// eight bits from kPlace on. The CUDA engine packs such codes four at a time.
+// Codecs of one byte have placed() in the place of encode(): the code, before a square's is made at least 1, stands in
+// the eight bits from kPlace on. The CUDA engine packs such codes four at a time. encode_state() takes both kinds.
 
 struct BlockScale {
     float scale;    // stored
@@ -205,6 +210,11 @@ FUSED_OPTIM_HD uint32_t float16_largest(uint32_t absmax, uint32_t rounded) {
     return is_above_power(absmax) && rounded < power + 0x2000u ? power : absmax;
 }
 
+FUSED_OPTIM_HD uint32_t float16_signed(float x, float inverse, uint32_t u) {
+    uint32_t magnitude = float16_magnitude_rotating(clamp_top(fabsf(x) * inverse, kFloat16Top), u);
+    return magnitude | ((float_bits(x) >> 16) & 0x8000u);
+}
+
 template <>
 struct SignedCodec<Format::kFloat16> {
     static constexpr Format format = Format::kFloat16;
@@ -213,11 +223,10 @@ struct SignedCodec<Format::kFloat16> {
         return float16_decode(static_cast<Bits>(bits)) * scale;
     }
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
-        return float16_scale(absmax, (absmax + kMantissa - 0x1000u) >> 23, kSmallestSigned);
+        return float16_scale(absmax, (absmax + kMantissa) >> 23, kSmallestSigned);
     }
-    FUSED_OPTIM_HD static uint32_t encode(float x, float inverse) {
-        float magnitude = clamp_top(fabsf(x) * inverse, kFloat16Top);
-        return float16_magnitude_nearest_even(float_bits(magnitude)) | ((float_bits(x) >> 16) & 0x8000u);
+    FUSED_OPTIM_HD static uint32_t encode(float x, float, float inverse, uint32_t u) {
+        return float16_signed(x, inverse, u);
     }
 };
 
@@ -242,20 +251,18 @@ FUSED_OPTIM_HD uint32_t master_rounding(float before, float after, uint32_t bits
     return fabsf(after - before) >= fabsf(after) * 0.001953125f ? kNearest : bits;  // 2^-9
 }
 
-// A master in FP16 rounds as squares do, but to zero as well. Only blocks of denormals encode as zeros.
-struct Float16Master : SquareCodec<Format::kFloat16> {
+// A master in FP16 is stored as a signed state, but only blocks of denormals encode as zeros.
+struct Float16Master : SignedCodec<Format::kFloat16> {
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
         return float16_scale(absmax, (absmax + kMantissa) >> 23, kSmallestNormal);
-    }
-    FUSED_OPTIM_HD static uint32_t encode(float x, float, float inverse, uint32_t u) {
-        uint32_t magnitude = float16_magnitude_rotating(clamp_top(fabsf(x) * inverse, kFloat16Top), u);
-        return magnitude | ((float_bits(x) >> 16) & 0x8000u);
     }
 };
 
 // Codecs whose scale() takes what float16_largest() gives.
 template <class Codec>
 inline constexpr bool kFollowsRounding = false;
+template <>
+inline constexpr bool kFollowsRounding<SignedCodec<Format::kFloat16>> = true;
 template <>
 inline constexpr bool kFollowsRounding<SquareCodec<Format::kFloat16>> = true;
 template <>
@@ -290,9 +297,13 @@ struct SignedCodec<Format::kFloat8> {
     FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) { return expand(float8_decode(bits) * scale); }
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
         float scale = divide(bits_float(absmax), kFloat8Top);
-        return block_scale(absmax, kSmallestSigned, scale, reciprocal(scale));
+        return block_scale(absmax, kSmallestSigned, scale, reciprocal(scale) * kTopNudge);
     }
-    FUSED_OPTIM_HD static uint32_t encode(float x, float inverse) { return float8_nearest_even(x * inverse); }
+    static constexpr int kPlace = 24;
+    FUSED_OPTIM_HD static uint32_t placed(float x, float, float inverse, uint32_t u) {
+        uint32_t magnitude = scaled_bits<120>(clamp_top(fabsf(x) * inverse, kFloat8Top)) + (u >> 12);
+        return (magnitude << 4) | (float_bits(x) & ~kMagnitude);
+    }
 };
 
 // The square root is what is stored.
@@ -308,30 +319,40 @@ struct SquareCodec<Format::kFloat8> {
         return block_scale(absmax, kSmallestSquare, scale, reciprocal(scale) * kTopNudge);
     }
     static constexpr int kPlace = 20;
-    FUSED_OPTIM_HD static uint32_t placed(float root, float inverse, uint32_t u) {
+    FUSED_OPTIM_HD static uint32_t placed(float, float root, float inverse, uint32_t u) {
         return scaled_bits<120>(clamp_top(root * inverse, kFloat8Top)) + (u >> 12);
-    }
-    FUSED_OPTIM_HD static uint32_t encode(float, float root, float inverse, uint32_t u) {
-        return at_least_one(placed(root, inverse, u) >> kPlace, root);
     }
 };
 
-// int8: signed values as their signed square root in 127 levels, squares as their fourth root in 255.
+// int8: the fourth root, in 127 levels of either sign; of squares, that of the square root, in 255. So both moments
+// have as many codes for each power of ten of the gradients.
+
+// x^(1/4) in units of 1 / inverse, at most 1; 0 of what is below 2^-126, on the device by way of NaN.
+FUSED_OPTIM_HD float fourth_root_within(float x, float inverse) {
+#if !defined(__CUDA_ARCH__)
+    x = x < kSmallestNormal ? 0.0f : x;
+#endif
+    return clamp_one(positive_square_root(positive_square_root(x)) * inverse);
+}
+
 template <>
 struct SignedCodec<Format::kInt8> {
     static constexpr Format format = Format::kInt8;
     using Bits = int8_t;
-    FUSED_OPTIM_HD static float expand(float root) { return root * fabsf(root); }
+    FUSED_OPTIM_HD static float expand(float root) { return root * root * (root * fabsf(root)); }
     FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) { return expand(signed_byte(bits) * scale); }
+    // The floor of 2^-31 keeps the smallest code's value a normal number. `inverse` maps the block's largest to 1.
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
-        float scale = divide(square_root(bits_float(absmax)), 127.0f);
-        return block_scale(absmax, kSmallestSigned, scale, reciprocal(scale));
+        float top = larger(square_root(square_root(bits_float(absmax))), 5.9138983488082886e-08f);
+        return block_scale(absmax, kSmallestSigned, divide(top, 127.0f), reciprocal(top) * kTopNudge);
     }
-    // The code stands in the low byte: 1.5 * 2^23 puts a float's last place at 1. The smallest normal number changes no
-    // code; it keeps 0 from the root.
-    FUSED_OPTIM_HD static uint32_t encode(float x, float inverse) {
-        float root = positive_square_root(fabsf(x) + kSmallestNormal);
-        return float_bits(fused(copysignf(root, x), inverse, 12582912.0f));
+    // 768 is a multiple of 256, and its last place 2^-14. Fractions of negative numbers are counted from above, so that
+    // it is the magnitude that rotates.
+    static constexpr int kPlace = 14;
+    FUSED_OPTIM_HD static uint32_t placed(float x, float, float inverse, uint32_t u) {
+        uint32_t fraction = u ^ static_cast<uint32_t>(static_cast<int32_t>(float_bits(x)) >> 31);
+        float root = copysignf(fourth_root_within(fabsf(x), inverse), x);
+        return float_bits(fused(root, 127.0f, bits_float(0x44400000u + (fraction >> 18))));
     }
 };
 
@@ -340,24 +361,41 @@ struct SquareCodec<Format::kInt8> {
     static constexpr Format format = Format::kInt8;
     using Bits = uint8_t;
     FUSED_OPTIM_HD static float expand(float root) {
-        float square = root * root;
-        return square * square;
+        float square = root * root, fourth = square * square;
+        return fourth * fourth;
     }
     FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) { return expand(unsigned_byte(bits) * scale); }
-    // The floor of 2^-31 keeps the smallest code's value a normal number. `inverse` maps the block's largest to 1.
+    // `inverse` maps the block's largest to 1.
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
-        float top = larger(square_root(square_root(bits_float(absmax))), 1.1874362826347351e-07f);
+        float top = square_root(square_root(square_root(bits_float(absmax))));
         return block_scale(absmax, kSmallestSquare, divide(top, 255.0f), reciprocal(top) * kTopNudge);
     }
     static constexpr int kPlace = 15;  // the last place of 256 is 2^-15
-    FUSED_OPTIM_HD static uint32_t placed(float root, float inverse, uint32_t u) {
+    FUSED_OPTIM_HD static uint32_t placed(float, float root, float inverse, uint32_t u) {
         float threshold = bits_float(0x43800000u + (u >> 17));
-        float x = clamp_one(positive_square_root(root) * inverse);  // of 0: 0, also by way of NaN
-        return float_bits(fused(x, 255.0f, threshold));
-    }
-    FUSED_OPTIM_HD static uint32_t encode(float, float root, float inverse, uint32_t u) {
-        return at_least_one((placed(root, inverse, u) >> kPlace) & 0xFFu, root);
+        return float_bits(fused(fourth_root_within(root, inverse), 255.0f, threshold));
     }
 };
+
+template <class Codec>
+inline constexpr bool kIsSquare = false;
+template <Format format>
+inline constexpr bool kIsSquare<SquareCodec<format>> = true;
+
+template <class Codec, class = void>
+inline constexpr bool kIsPlaced = false;
+template <class Codec>
+inline constexpr bool kIsPlaced<Codec, std::void_t<decltype(Codec::kPlace)>> = true;
+
+// The code of a value. `root`: of a square.
+template <class Codec>
+FUSED_OPTIM_HD uint32_t encode_state(float x, float root, float inverse, uint32_t u) {
+    if constexpr (kIsPlaced<Codec>) {
+        uint32_t code = Codec::placed(x, root, inverse, u) >> Codec::kPlace & 0xFFu;
+        return kIsSquare<Codec> ? at_least_one(code, root) : code;
+    } else {
+        return Codec::encode(x, root, inverse, u);
+    }
+}
 
 }  // namespace fused_optim

@@ -56,9 +56,9 @@ FUSED_OPTIM_ENUM(Master, FUSED_OPTIM_MASTERS);
 FUSED_OPTIM_ENUM(Format, FUSED_OPTIM_FORMATS);
 
 // What a state holds, which decides how it is encoded: see formats.h.
-#define FUSED_OPTIM_STATE_KINDS(ROW)                                                \
-    ROW(kSigned, "SIGNED") /* rounded to nearest */                                 \
-    ROW(kSquare, "SQUARE") /* not negative: an average of squares, which rotates */ \
+#define FUSED_OPTIM_STATE_KINDS(ROW)                                 \
+    ROW(kSigned, "SIGNED") /* of either sign */                      \
+    ROW(kSquare, "SQUARE") /* not negative: an average of squares */ \
     ROW(kNone, "NONE")     /* the rule has fewer states */
 FUSED_OPTIM_ENUM(StateKind, FUSED_OPTIM_STATE_KINDS);
 
@@ -203,6 +203,12 @@ FUSED_OPTIM_HD constexpr bool is_remainder(Master master) {
     return master == Master::kRemainder16 || master == Master::kRemainder8;
 }
 FUSED_OPTIM_HD constexpr bool is_scaled(Master master) { return master == Master::kFloat16; }
+
+// Whether a master has fewer bits than FP32, and rounds in the rotating way.
+FUSED_OPTIM_HD constexpr bool master_rotates(Master master, Element param) {
+    return master == Master::kParameter ? param != Element::kFloat32
+                                        : master == Master::kRemainder8 || master == Master::kFloat16;
+}
 
 FUSED_OPTIM_HD uint64_t block_count(const Shard& shard) {
     return (shard.numel + (uint64_t{1} << shard.block_log2) - 1) >> shard.block_log2;

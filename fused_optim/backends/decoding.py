@@ -17,7 +17,13 @@ def decode_state(bits: Tensor, scale: Tensor | None, kind: Kind, fmt: StateForma
     """Into ``out``, FP32 and as many elements. False where nothing was done: the reference has to."""
     found = [tensor for tensor in (bits, scale, out) if tensor is not None]
     engine = None if forced_backend() == "torch" else load_engine("cpu")[0]
-    if engine is None or bits.dtype == torch.float32 or not all(map(_is_plain, found)) or not bits.numel():
+    if (
+        engine is None
+        or fmt.code is None
+        or bits.dtype == torch.float32
+        or not all(map(_is_plain, found))
+        or not bits.numel()
+    ):
         return False
     engine.decode_state(
         bits=bits.data_ptr(),

@@ -74,7 +74,7 @@ _LARGEST = {CastFormat.E4M3: 448.0, CastFormat.E5M2: 57344.0}
 def tables() -> dict[str, Rows]:
     """By name; a row's place is its number."""
     sizes = {element: dtype.itemsize for dtype, element in ELEMENT_TYPES.items()}
-    formats = sorted(set(STATE_FORMATS.values()), key=lambda fmt: fmt.code)
+    formats = sorted(set(STATE_FORMATS.values()), key=lambda fmt: fmt.number)
     return {
         "Element": tuple((element.name, sizes[element]) for element in Element),
         "Master": tuple((kind.name, kind.dtype.itemsize if kind else 0) for kind in Master),

@@ -58,7 +58,7 @@ def _write_master(work: ShardWork, value: Tensor, u: Tensor) -> None:
         _encode(work, MASTER, master, value, u)
         work.param.copy_(_read_master(work))
     elif master is not None:
-        high, low = split_remainder(value, work.layout.master)
+        high, low = split_remainder(value, work.layout.master, u.view_as(value))
         work.param.copy_(high)
         master.copy_(low)
     elif work.param.dtype in ROTATING:

@@ -11,7 +11,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fused_optim.formats.arithmetic import SMALLEST_NORMAL, bits_float, clamp_top, divide, float_bits, fused, sqrt
+from fused_optim.formats.arithmetic import (
+    MASK32,
+    SMALLEST_NORMAL,
+    bits_float,
+    clamp_top,
+    divide,
+    float_bits,
+    fused,
+    normal,
+    sqrt,
+)
 from fused_optim.formats.elements import float16_magnitude, scaled_bits
 
 SMALLEST_SIGNED = 2.0**-100  # blocks whose absmax lies below encode as zeros
@@ -36,30 +46,34 @@ def at_least_one(code: Tensor, positive: Tensor) -> Tensor:
     return torch.where((code == 0) & positive, 1, code)
 
 
-class Codec(Protocol):
+class Decoder(Protocol):
+    """How a scaled format decodes blocks of codes, shape (blocks, block), with a column of their scales."""
+
+    def decode_signed(self, bits: Tensor, scale: Tensor) -> Tensor: ...
+
+    def decode_square(self, bits: Tensor, scale: Tensor) -> Tensor: ...
+
+
+class Codec(Decoder, Protocol):
     """How a scaled format encodes blocks of FP32 values of each :class:`Kind`, shape (blocks, block).
 
     ``u``: 32-bit rounding fractions of the elements.
 
-    Scales and what encodes by them, ``inverse``, are one per block; they come as columns to the methods that encode and
-    decode. An ``inverse`` of 0 marks a block whose codes are all 0.
+    Scales and the factors that encode by them, ``inverse``, are one per block; they come as columns to the methods that
+    encode. An ``inverse`` of 0 marks a block whose codes are all 0.
     """
 
-    def scale_signed(self, m: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_signed(self, m: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """(scale to store, inverse)."""
 
-    def encode_signed(self, m: Tensor, inverse: Tensor) -> Tensor:
-        """Codes, rounded to nearest even."""
-
-    def decode_signed(self, bits: Tensor, scale: Tensor) -> Tensor: ...
+    def encode_signed(self, m: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+        """Codes, whose magnitudes are rounded by ``u``."""
 
     def scale_square(self, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """(scale to store, inverse)."""
 
     def encode_square(self, v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
         """Codes, rounded by ``u``; not 0 of what is positive."""
-
-    def decode_square(self, bits: Tensor, scale: Tensor) -> Tensor: ...
 
 
 class Float16Codec:
@@ -70,37 +84,34 @@ class Float16Codec:
     """
 
     @staticmethod
-    def _scale(blocks: Tensor, rounded: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
-        """``rounded``: bits of the magnitudes. The floor of 2^-102 keeps the smallest code's value a normal number."""
+    def _scale(x: Tensor, u: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
+        """The floor of 2^-102 keeps the smallest code's value a normal number."""
+        rounded = float_bits(x.abs()) + (u >> 19) >> 13 << 13
         top = rounded.amax(1) if rounded.numel() else rounded.new_zeros(0)
         exponent = (top + 0x7FFFFF >> 23).clamp(40, 254) - 15
-        return block_scale(absmax_of(blocks), smallest, bits_float(exponent << 23), bits_float(254 - exponent << 23))
-
-    @classmethod
-    def scale_signed(cls, m: Tensor) -> tuple[Tensor, Tensor]:
-        bits = float_bits(m.abs())
-        return cls._scale(m, bits + 0xFFF + (bits >> 13 & 1) >> 13 << 13, SMALLEST_SIGNED)
+        return block_scale(absmax_of(x), smallest, bits_float(exponent << 23), bits_float(254 - exponent << 23))
 
     @staticmethod
-    def encode_signed(m: Tensor, inverse: Tensor) -> Tensor:
-        return clamp_top(m.abs() * inverse, 65504.0).copysign(m).to(torch.float16).view(torch.int16)
-
-    @classmethod
-    def scale_rotating(cls, x: Tensor, u: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
-        return cls._scale(x, float_bits(x.abs()) + (u >> 19) >> 13 << 13, smallest)
-
-    @staticmethod
-    def encode_rotating(x: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+    def _encode(x: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
         """Codes of magnitudes."""
         return float16_magnitude(clamp_top(x.abs() * inverse, 65504.0), u)
 
     @classmethod
+    def scale_signed(cls, m: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        return cls._scale(m, u, SMALLEST_SIGNED)
+
+    @classmethod
+    def encode_signed(cls, m: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+        code = cls._encode(m, inverse, u)
+        return torch.where(m.signbit(), code - 0x8000, code)
+
+    @classmethod
     def scale_square(cls, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        return cls.scale_rotating(v, u, SMALLEST_SQUARE)
+        return cls._scale(v, u, SMALLEST_SQUARE)
 
     @classmethod
     def encode_square(cls, v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
-        return at_least_one(cls.encode_rotating(v, inverse, u), v > 0)
+        return at_least_one(cls._encode(v, inverse, u), v > 0)
 
     @staticmethod
     def decode_signed(bits: Tensor, scale: Tensor) -> Tensor:
@@ -110,27 +121,27 @@ class Float16Codec:
 
     @classmethod
     def scale_master(cls, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        return cls.scale_rotating(x, u, SMALLEST_NORMAL)
-
-    @classmethod
-    def encode_master(cls, x: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
-        code = cls.encode_rotating(x, inverse, u)
-        return torch.where(x.signbit(), code - 0x8000, code)
+        return cls._scale(x, u, SMALLEST_NORMAL)
 
 
 class Float8Codec:
     """float8_e4m3fn (OCP 8-bit floating point specification 1.0), as uint8; what is not negative as its square root."""
 
     @staticmethod
-    def scale_signed(m: Tensor) -> tuple[Tensor, Tensor]:
-        absmax = absmax_of(m)
-        scale = divide(absmax, 448.0)
-        return block_scale(absmax, SMALLEST_SIGNED, scale, 1.0 / scale)
+    def _encode(x: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+        """Codes of values that are not negative."""
+        return (scaled_bits(clamp_top(x * inverse, 448.0), 120) + (u >> 12)) >> 20
 
     @staticmethod
-    def encode_signed(m: Tensor, inverse: Tensor) -> Tensor:
-        x = clamp_top(m.abs() * inverse, 448.0)
-        return x.copysign(m).to(torch.float8_e4m3fn).view(torch.uint8)
+    def scale_signed(m: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        absmax = absmax_of(m)
+        scale = divide(absmax, 448.0)
+        return block_scale(absmax, SMALLEST_SIGNED, scale, 1.0 / scale * TOP_NUDGE)
+
+    @classmethod
+    def encode_signed(cls, m: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+        code = cls._encode(m.abs(), inverse, u)
+        return torch.where(m.signbit(), code + 0x80, code)
 
     @staticmethod
     def decode_signed(bits: Tensor, scale: Tensor) -> Tensor:
@@ -142,10 +153,9 @@ class Float8Codec:
         scale = (divide(sqrt(absmax), 448.0)).clamp_min(2.0**-54)
         return block_scale(absmax, SMALLEST_SQUARE, scale, 1.0 / scale * TOP_NUDGE)
 
-    @staticmethod
-    def encode_square(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
-        x = clamp_top(sqrt(v) * inverse, 448.0)
-        return at_least_one((scaled_bits(x, 120) + (u >> 12)) >> 20, v > 0)
+    @classmethod
+    def encode_square(cls, v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+        return at_least_one(cls._encode(sqrt(v), inverse, u), v > 0)
 
     @staticmethod
     def decode_square(bits: Tensor, scale: Tensor) -> Tensor:
@@ -154,18 +164,54 @@ class Float8Codec:
 
 
 class Int8Codec:
-    """The signed square root in 127 levels; of what is not negative, the fourth root in 255."""
+    """The fourth root in 127 levels of either sign; of averages of squares, that of their square root in 255.
+
+    So both moments have as many codes for each power of ten of the gradients.
+    """
 
     @staticmethod
-    def scale_signed(m: Tensor) -> tuple[Tensor, Tensor]:
+    def _root(x: Tensor, inverse: Tensor) -> Tensor:
+        """The fourth root in units of ``1 / inverse``, at most 1; 0 of values below 2^-126."""
+        return (sqrt(sqrt(normal(x))) * inverse).nan_to_num(0.0).clamp(0.0, 1.0)
+
+    @staticmethod
+    def scale_signed(m: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         absmax = absmax_of(m)
-        scale = divide(sqrt(absmax), 127.0)
-        return block_scale(absmax, SMALLEST_SIGNED, scale, 1.0 / scale)
+        top = sqrt(sqrt(absmax)).clamp_min(127 * 2.0**-31)  # keeps the smallest code's value a normal number
+        return block_scale(absmax, SMALLEST_SIGNED, divide(top, 127.0), 1.0 / top * TOP_NUDGE)
+
+    @classmethod
+    def encode_signed(cls, m: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+        """Fractions of negative numbers are counted from above, so that it is the magnitude that rotates."""
+        fraction = torch.where(m.signbit(), MASK32 - u, u) >> 18
+        root = cls._root(m.abs(), inverse).copysign(m)
+        return fused(root, 127.0, 768.0 + fraction.float() * 2.0**-14).long() - 768
 
     @staticmethod
-    def encode_signed(m: Tensor, inverse: Tensor) -> Tensor:
-        root = sqrt(m.abs() + SMALLEST_NORMAL)  # as the engines, which need a root that is not 0
-        return (fused(root.copysign(m), inverse, 1.5 * 2**23) - 1.5 * 2**23).to(torch.int8)
+    def decode_signed(bits: Tensor, scale: Tensor) -> Tensor:
+        root = bits.float() * scale
+        return root * root * (root * root.abs())
+
+    @staticmethod
+    def scale_square(v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        absmax = absmax_of(v)
+        top = sqrt(sqrt(sqrt(absmax)))
+        return block_scale(absmax, SMALLEST_SQUARE, divide(top, 255.0), 1.0 / top * TOP_NUDGE)
+
+    @classmethod
+    def encode_square(cls, v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+        threshold = 256.0 + (u >> 17).float() * 2.0**-15
+        return at_least_one(fused(cls._root(sqrt(v), inverse), 255.0, threshold).long() - 256, v > 0)
+
+    @staticmethod
+    def decode_square(bits: Tensor, scale: Tensor) -> Tensor:
+        square = (bits.float() * scale).square()
+        fourth = square * square
+        return fourth * fourth
+
+
+class FormerInt8Codec:
+    """int8 as version 0.2 stored it: the signed square root, and the fourth root of squares. For reading alone."""
 
     @staticmethod
     def decode_signed(bits: Tensor, scale: Tensor) -> Tensor:
@@ -173,19 +219,6 @@ class Int8Codec:
         return root * root.abs()
 
     @staticmethod
-    def scale_square(v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        absmax = absmax_of(v)
-        top = sqrt(sqrt(absmax)).clamp_min(255 * 2.0**-31)
-        return block_scale(absmax, SMALLEST_SQUARE, divide(top, 255.0), 1.0 / top * TOP_NUDGE)
-
-    @staticmethod
-    def encode_square(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
-        x = (sqrt(sqrt(v)) * inverse).nan_to_num(0.0).clamp(0.0, 1.0)
-        threshold = 256.0 + (u >> 17).float() * 2.0**-15
-        return at_least_one(fused(x, 255.0, threshold).long() - 256, v > 0)
-
-    @staticmethod
     def decode_square(bits: Tensor, scale: Tensor) -> Tensor:
-        root = bits.float() * scale
-        square = root * root
+        square = (bits.float() * scale).square()
         return square * square

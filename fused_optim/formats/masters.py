@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.formats.arithmetic import MASK32, bits_float, float_bits
+from fused_optim.formats.rounding import NEAREST
 
 
 class Master(enum.IntEnum):
@@ -47,11 +48,14 @@ def join_remainder(param: Tensor, remainder: Tensor) -> Tensor:
     return torch.where(joined.isnan(), param.float(), joined)
 
 
-def split_remainder(master: Tensor, kind: Master) -> tuple[Tensor, Tensor]:
-    """FP32 master -> BF16 parameter and remainder; NaN becomes the quiet NaN, so that the parameter is NaN as well."""
+def split_remainder(master: Tensor, kind: Master, u: Tensor | int = NEAREST) -> tuple[Tensor, Tensor]:
+    """FP32 master -> BF16 parameter and remainder; NaN becomes the quiet NaN, so that the parameter is NaN as well.
+
+    ``u``: 32-bit rounding fractions of a 24-bit master, int64 and shaped as ``master``.
+    """
     bits = torch.where(master.isnan(), 0x7FC00000, float_bits(master))
     if kind is Master.REMAINDER8:
-        bits = (bits + 0x80) >> 8 << 8
+        bits = (bits + (u >> 24)) >> 8 << 8
     high = (bits >> 16) + (bits >> 15 & 1) & 0xFFFF
     param = bits_float(high << 16).to(torch.bfloat16)
     low = bits & 0xFFFF

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,20 +19,21 @@ BLOCKS = (128, 64, 32)
 class Kind(enum.IntEnum):
     """What the values of a state are, which decides how 8-bit and 16-bit formats encode them."""
 
-    SIGNED = 0  # averages of gradients: of either sign, rounded to nearest even
-    SQUARE = 1  # averages of squares: what is positive never becomes 0; rounded in the rotating way
+    SIGNED = 0  # averages of gradients: of either sign
+    SQUARE = 1  # averages of squares: what is positive never becomes 0
     MASTER = 2  # FP16 masters: of either sign, rounded as `master_rounding` says
 
 
 @dataclass(frozen=True)
 class StateFormat:
-    """One way to store a state. ``code`` is the engines' number for it; dtypes are those of the stored tensors."""
+    """One way to store a state. Dtypes are those of the stored tensors."""
 
     name: str
-    code: int
+    code: int | None  # the engines' number for it; None: they do not know it
     signed_dtype: torch.dtype
     square_dtype: torch.dtype
-    codec: codecs.Codec | None  # None: stored element by element, without block scales
+    codec: codecs.Decoder | None  # None: stored element by element, without block scales
+    number: int  # of the meaning of its codes, in the native form of state dicts: never used again for another one
 
     @property
     def scaled(self) -> bool:
@@ -41,16 +43,20 @@ class StateFormat:
         return self.square_dtype if kind is Kind.SQUARE else self.signed_dtype
 
 
-FLOAT32 = StateFormat("float32", 0, torch.float32, torch.float32, None)
+FLOAT32 = StateFormat("float32", 0, torch.float32, torch.float32, None, 0)
 STATE_FORMATS: dict[torch.dtype, StateFormat] = {
     torch.float32: FLOAT32,
-    torch.bfloat16: StateFormat("bfloat16", 1, torch.bfloat16, torch.bfloat16, None),
-    torch.float16: StateFormat("float16", 2, torch.float16, torch.float16, codecs.Float16Codec),
-    torch.float8_e4m3fn: StateFormat("float8_e4m3fn", 3, torch.uint8, torch.uint8, codecs.Float8Codec),
-    torch.int8: StateFormat("int8", 4, torch.int8, torch.uint8, codecs.Int8Codec),
+    torch.bfloat16: StateFormat("bfloat16", 1, torch.bfloat16, torch.bfloat16, None, 1),
+    torch.float16: StateFormat("float16", 2, torch.float16, torch.float16, codecs.Float16Codec, 2),
+    torch.float8_e4m3fn: StateFormat("float8_e4m3fn", 3, torch.uint8, torch.uint8, codecs.Float8Codec, 3),
+    torch.int8: StateFormat("int8", 4, torch.int8, torch.uint8, codecs.Int8Codec, 5),
 }
 STATE_FORMATS[torch.uint8] = STATE_FORMATS[torch.float8_e4m3fn]  # TransformerEngine's spelling
 FLOAT16 = STATE_FORMATS[torch.float16]
+
+# Formats of saved states by their numbers, one of them of version 0.2.
+SAVED_FORMATS = {fmt.number: fmt for fmt in STATE_FORMATS.values()}
+SAVED_FORMATS[4] = StateFormat("int8", None, torch.int8, torch.uint8, codecs.FormerInt8Codec, 4)
 
 
 def state_format(given: torch.dtype | str) -> StateFormat:
@@ -73,23 +79,23 @@ def _stored(codes: Tensor, dtype: torch.dtype) -> Tensor:
 def encode_state(x: Tensor, kind: Kind, fmt: StateFormat, block: int, u: Tensor) -> tuple[Tensor, Tensor | None]:
     """Encode the FP32 values of a state.
 
-    ``u``: flat int64 rounding fractions, ignored by signed ones, which round to nearest even. Returns the stored
-    tensor (shaped as ``x``) and the FP32 scales of shape ``(blocks,)``, None for a format without scales.
+    ``u``: flat int64 rounding fractions of its elements. Returns the stored tensor (shaped as ``x``) and the FP32
+    scales of shape ``(blocks,)``, None for a format without scales.
     """
     if fmt.codec is None:
         dtype = fmt.dtype(kind)
-        rotates = kind is Kind.SQUARE and dtype in ROTATING
-        return (ROTATING[dtype](x.reshape(-1), u).view_as(x) if rotates else x.to(dtype)), None
+        return (ROTATING[dtype](x.reshape(-1), u).view_as(x) if dtype in ROTATING else x.to(dtype)), None
     blocks, fractions = _to_blocks(x, block), _to_blocks(u, block)
+    codec = cast(codecs.Codec, fmt.codec)
     if kind is Kind.SIGNED:
-        scale, inverse = fmt.codec.scale_signed(blocks)
-        codes = fmt.codec.encode_signed(blocks, inverse[:, None])
+        scale, inverse = codec.scale_signed(blocks, fractions)
+        codes = codec.encode_signed(blocks, inverse[:, None], fractions)
     elif kind is Kind.SQUARE:
-        scale, inverse = fmt.codec.scale_square(blocks, fractions)
-        codes = fmt.codec.encode_square(blocks, inverse[:, None], fractions)
+        scale, inverse = codec.scale_square(blocks, fractions)
+        codes = codec.encode_square(blocks, inverse[:, None], fractions)
     else:
         scale, inverse = codecs.Float16Codec.scale_master(blocks, fractions)
-        codes = codecs.Float16Codec.encode_master(blocks, inverse[:, None], fractions)
+        codes = codecs.Float16Codec.encode_signed(blocks, inverse[:, None], fractions)
     codes = torch.where(inverse[:, None] > 0, codes, 0)
     return _stored(codes, fmt.dtype(kind)).view(-1)[: x.numel()].view_as(x), scale
 

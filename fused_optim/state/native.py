@@ -1,7 +1,7 @@
 """The "native" form of states in state dicts: the bits as they are kept, and their scales.
 
 A block-scaled state or master is a dict of ``bits`` (shaped and placed as the parameter), ``scale`` (FP32, one row per
-row of the parameter, placed likewise), ``format`` (the number in ``STATE_FORMATS``) and ``block``. Blocks never
+row of the parameter, placed likewise), ``format`` (its number in ``SAVED_FORMATS``) and ``block``. Blocks never
 straddle rows, so both reshard on dim 0 together.
 
 Remainders are a dict of ``rem8`` (int8) or ``rem16`` and ``check``. They are the low bits of masters whose high bits
@@ -20,14 +20,12 @@ import torch
 from torch import Tensor
 
 from fused_optim.formats.masters import Master
-from fused_optim.formats.states import FLOAT16, STATE_FORMATS, Kind, StateFormat
+from fused_optim.formats.states import FLOAT16, SAVED_FORMATS, Kind, StateFormat
 from fused_optim.memory.layout import MASTER
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor, placed_part, rewrap_like, rewrap_rows
 from fused_optim.state.param_state import ParamState
 from fused_optim.state.remainders import check_tensor
 from fused_optim.state.values import STAGER, RowChecks, Stored, given
-
-_FORMATS = {fmt.code: fmt for fmt in STATE_FORMATS.values()}
 
 
 # --- saving -----------------------------------------------------------------------------------------------------
@@ -42,7 +40,7 @@ def pack_state(states: ParamState, name: str, device: str | None) -> dict[str, A
     return {
         "bits": rewrap_like(bits, param),
         "scale": rewrap_rows(scale, param),
-        "format": stored.format.code,
+        "format": stored.format.number,
         "block": stored.block,
     }
 
@@ -73,7 +71,7 @@ def unpack_state(param: Tensor, kind: Kind, saved: Mapping[str, Any]) -> Stored 
 
     A collective where it is not placed as ``param`` is.
     """
-    fmt, block = _FORMATS[int(saved["format"])], int(saved["block"])
+    fmt, block = SAVED_FORMATS[int(saved["format"])], int(saved["block"])
     dtype = fmt.dtype(kind)
     bits = saved["bits"] if saved["bits"].dtype == dtype else saved["bits"].view(dtype)
     if cut_by_rows(param):
@@ -85,7 +83,7 @@ def unpack_state(param: Tensor, kind: Kind, saved: Mapping[str, Any]) -> Stored 
 
 def scaled_format(code: Any, what: str) -> StateFormat:
     """A format of states with scales, by its number. Raises ValueError for one that is not known."""
-    fmt = _FORMATS.get(int(code))
+    fmt = SAVED_FORMATS.get(int(code))
     if fmt is None or not fmt.scaled:
         raise ValueError(f"{what}: unknown state format {int(code)}: update fused_optim")
     return fmt
@@ -98,7 +96,7 @@ def check_packed(param: Tensor, kind: Kind, saved: Mapping[str, Any], what: str)
         raise KeyError(f"{what}: the state dict lacks {' and '.join(missing)} of its native form")
     fmt, block = scaled_format(saved["format"], what), int(saved["block"])
     if kind is Kind.MASTER and fmt is not FLOAT16:
-        raise ValueError(f"{what}: unknown state format {fmt.code} of masters: update fused_optim")
+        raise ValueError(f"{what}: unknown state format {fmt.number} of masters: update fused_optim")
     if block <= 0 or _row(param) % block:
         raise ValueError(f"{what}: blocks of {block} elements do not divide rows of {_row(param)}")
     check_tensor(saved["bits"], tuple(param.shape), fmt.dtype(kind), f"{what}: bits of {fmt.name}")

@@ -107,7 +107,7 @@ def _rounded_master(states: ParamState, before: Tensor, after: Tensor, u: Tensor
     if kind in (Master.FLOAT32, Master.REMAINDER16):
         return after
     if kind is Master.REMAINDER8:
-        return join_remainder(*split_remainder(after, kind))
+        return join_remainder(*split_remainder(after, kind, u))
     if kind is Master.FLOAT16:
         bits, scale = encode_state(after, Kind.MASTER, FLOAT16, block, master_rounding(before, after, u))
         return decode_state(bits, scale, Kind.MASTER, FLOAT16, block)

@@ -130,7 +130,7 @@ class Shard:
             self.master.copy_(value)
             self.param.copy_(value)
         else:
-            high, low = split_remainder(value, self.kind)
+            high, low = split_remainder(value, self.kind, u.view_as(value))
             self.param.copy_(high)
             self.master.copy_(low)
 
@@ -248,7 +248,7 @@ def test_float64_by_formula(fmt: StateFormat, engine: str) -> None:
         torch.testing.assert_close(shard.param.double(), expected, rtol=3e-7, atol=3e-10)
         kept = decode_state(shard.momentum, shard.momentum_scale, "exp_avg", fmt, 128).double()
         largest = torch.nn.functional.pad(0.99 * momentum + 0.01 * grad, (0, -5003 % 128)).view(-1, 128).abs().amax(1)
-        bound = largest.repeat_interleave(128)[:5003] * {4: 3e-7, 2: 2**-8, 1: 2**-4}[shard.momentum.element_size()]
+        bound = largest.repeat_interleave(128)[:5003] * {4: 3e-7, 2: 2**-7, 1: 2**-3}[shard.momentum.element_size()]
         assert bool(((kept - (0.99 * momentum + 0.01 * grad)).abs() <= bound).all())
 
 

@@ -70,17 +70,17 @@ class BlockCode:
     """Values are stored as the code of their root in units of a scale, which maps the block's largest to the top."""
 
     levels: Array  # value of each code, ascending from 0
-    root: int = 1  # 1, 2 or 4
+    root: int = 1  # 1, 2, 4 or 8
     smallest_scale: float = 0.0
-    nudge: np.float32 = TOP_NUDGE  # of exp_avg_sq, which rounds in the rotating way
+    nudge: np.float32 = TOP_NUDGE
 
     @property
     def largest(self) -> tuple[float, float]:
         """The lowest and the highest level that the block's largest may have."""
         return self.levels[-1], self.levels[-1]
 
-    def rounded(self, x: Array, u: Array | None = None) -> Array:
-        """Magnitudes from whose largest the scale follows; ``u`` None: what is rounded to nearest even."""
+    def rounded(self, x: Array, u: Array) -> Array:
+        """Magnitudes from whose largest the scale follows."""
         return x
 
     def scale(self, absmax: Array, state: str) -> Array:
@@ -90,16 +90,11 @@ class BlockCode:
         scale = np.where(absmax < SMALLEST[state], np.float32(0), scale)
         return np.where(np.isfinite(absmax), scale, np.float32("nan"))
 
-    def position(self, x: Array, scale: Array, nudge: np.float32 | None = None) -> Array:
+    def position(self, x: Array, scale: Array) -> Array:
         """Where FP32 magnitudes lie among the codes: 2.25 is a quarter of the way from code 2 to code 3."""
-        nudge = self.nudge if nudge is None else nudge
-        inverse = np.where(scale > 0, np.float32(1) / np.where(scale > 0, scale, 1), 0).astype(np.float32) * nudge
+        inverse = np.where(scale > 0, np.float32(1) / np.where(scale > 0, scale, 1), 0).astype(np.float32) * self.nudge
         y = np.minimum((self._root(x) * inverse).astype(np.float64), self.levels[-1])
         return np.interp(y, self.levels, np.arange(len(self.levels)))
-
-    def nearest_even(self, x: Array, scale: Array) -> Array:
-        """Codes of magnitudes, rounded to nearest, ties to the even code."""
-        return np.rint(self.position(x, scale, ONE)).astype(np.int64)
 
     def decode(self, codes: Array, scale: Array) -> Array:
         """FP32 magnitudes of codes."""
@@ -126,10 +121,10 @@ class Float16Code(BlockCode):
     def largest(self) -> tuple[float, float]:
         return 2.0**14, 2.0**15
 
-    def rounded(self, x: Array, u: Array | None = None) -> Array:
+    def rounded(self, x: Array, u: Array) -> Array:
         unit = last_place(x, 11, -1000)
         finite = np.where(np.isfinite(x), x, 0).astype(np.float64)
-        places = np.rint(finite / unit) if u is None else np.floor(finite / unit + (u >> 19) / 2.0**13)
+        places = np.floor(finite / unit + (u >> 19) / 2.0**13)
         return np.where(np.isfinite(x), places * unit, x)
 
     def scale(self, absmax: Array, state: str) -> Array:

@@ -179,8 +179,7 @@ void store_scaled(const float* tile, const uint32_t* bits, uint64_t address, uin
     copy_out(raw, address, element, count);
 }
 
-// `root` and `bits`: of a square.
-template <StateKind kind>
+// `root`: of a square.
 struct StoreState {
     const float* tile;
     const float* root;
@@ -191,21 +190,13 @@ struct StoreState {
     int count;
     Scales scales;
 
-    void operator()(Unscaled) const {
-        const uint32_t* const rotation = kind == StateKind::kSquare ? bits : nullptr;
-        store(tile, rotation, unscaled_type(format), address, element, count);
-    }
+    void operator()(Unscaled) const { store(tile, bits, unscaled_type(format), address, element, count); }
     template <class Codec>
     void operator()(Codec codec) const {
         store_scaled<Codec>(tile, bits, address, element, count, scales,
                             [&](auto size, typename Codec::Bits* codes, int first, float inverse) {
                                 constexpr int block = decltype(size)::value;
-                                if constexpr (kind == StateKind::kSquare) {
-                                    encode_block<block>(codec, codes, tile + first, root + first, bits + first,
-                                                        inverse);
-                                } else {
-                                    encode_block<block>(codec, codes, tile + first, inverse);
-                                }
+                                encode_block<block>(codec, codes, tile + first, root + first, bits + first, inverse);
                             });
     }
 };
@@ -233,16 +224,21 @@ void load_master(float* tile, const Shard& shard, uint64_t element, int count, c
     load_split<uint8_t>(tile, shard, element, count);
 }
 
-template <class Low, Split split(float)>
-void store_split(const float* tile, const Shard& shard, uint64_t element, int count) {
+template <class Low>
+Split split_master(float master, uint32_t u) {
+    return sizeof(Low) == 2 ? split_remainder16(master) : split_remainder8(master, u);
+}
+
+template <class Low>
+void store_split(const float* tile, const uint32_t* bits, const Shard& shard, uint64_t element, int count) {
     alignas(64) uint16_t high[kTile];
     alignas(64) Low low[kTile];
     if (is_moderate(tile)) {
-        for (int i = 0; i < kTile; ++i) high[i] = split_moderate<Low>(tile[i]).high;
-        for (int i = 0; i < kTile; ++i) low[i] = split_moderate<Low>(tile[i]).low;
+        for (int i = 0; i < kTile; ++i) high[i] = split_moderate<Low>(tile[i], bits[i]).high;
+        for (int i = 0; i < kTile; ++i) low[i] = split_moderate<Low>(tile[i], bits[i]).low;
     } else {
-        for (int i = 0; i < kTile; ++i) high[i] = split(tile[i]).high;
-        for (int i = 0; i < kTile; ++i) low[i] = static_cast<Low>(split(tile[i]).low);
+        for (int i = 0; i < kTile; ++i) high[i] = split_master<Low>(tile[i], bits[i]).high;
+        for (int i = 0; i < kTile; ++i) low[i] = static_cast<Low>(split_master<Low>(tile[i], bits[i]).low);
     }
     copy_out(high, shard.param, element, count);
     copy_out(low, shard.master, element, count);
@@ -287,11 +283,10 @@ void store_master(float* tile, const uint32_t* bits, const Shard& shard, uint64_
             copy_out(tile, shard.master, element, count);
             if (!shard.quantized) store(tile, nullptr, shard.param_type, shard.param, element, count);
             return;
-        case Master::kRemainder16: return store_split<int16_t, split_remainder16>(tile, shard, element, count);
-        case Master::kRemainder8: return store_split<int8_t, split_remainder8>(tile, shard, element, count);
+        case Master::kRemainder16: return store_split<int16_t>(tile, bits, shard, element, count);
+        case Master::kRemainder8: return store_split<int8_t>(tile, bits, shard, element, count);
         case Master::kFloat16:
-            StoreState<StateKind::kSquare>{
-                tile, tile, bits, Format::kFloat16, shard.master, element, count, scales}(Float16Master{});
+            StoreState{tile, tile, bits, Format::kFloat16, shard.master, element, count, scales}(Float16Master{});
             load_float16_master(tile, shard, element, count, scales);
             if (!shard.quantized) store(tile, nullptr, shard.param_type, shard.param, element, count);
             return;
@@ -345,8 +340,7 @@ struct Tile {
     }
     template <int i>
     auto direct_state() const {
-        constexpr bool rotates = state_kind(rule, i) == StateKind::kSquare;
-        return BFloat16Stream<rotates>{codes(shard.states[i].address), states[i]};
+        return BFloat16Stream<true>{codes(shard.states[i].address), states[i]};
     }
 };
 
@@ -391,7 +385,7 @@ uint32_t update_values(const Tile<rule>& tile, const Scalars& scalars, const Dir
 // of the largest finite magnitude of a quantized weight.
 template <Rule rule>
 uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t element, int count) {
-    constexpr int states = state_count(rule), square = square_state(rule);
+    constexpr int states = state_count(rule);
     alignas(64) float grad_tile[kTile], param_tile[kTile], state_tiles[state_places(rule)][kTile], root[kTile],
         before[kTile];
     alignas(64) uint32_t bits[kTile];
@@ -425,10 +419,9 @@ uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t elemen
     });
     if (scalars.writes_gradient) store_unscaled(shard, scalars, grad, element, count);
     for (int i = 0; scaled_master && i < kTile; ++i) before[i] = param[i];
-    const bool rotates = square >= 0 && shard.states[square < 0 ? 0 : square].format != Format::kFloat32;
-    if ((own_master && !float32_master) || scaled_master || rotates) {
-        fill_rounding(bits, shard, scalars.rounding, element);
-    }
+    bool rotates = master_rotates(shard.master_kind, shard.param_type);
+    for (int i = 0; i < states; ++i) rotates = rotates || shard.states[i].format != Format::kFloat32;
+    if (rotates) fill_rounding(bits, shard, scalars.rounding, element);
     if (!scalars.unchanged_gradient) scale_gradient(grad, param, scalars);
     const uint32_t largest = update_values(tile, scalars, direct);
     // Else what the update has written itself is written again.
@@ -443,8 +436,7 @@ uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t elemen
         const auto& [address, format] = shard.states[i];
         if (tile.states[i] != state_tiles[i] || (direct.states && rounded)) return;
         dispatch_codec<state_kind(rule, i)>(
-            format,
-            StoreState<state_kind(rule, i)>{tile.states[i], root, bits, format, address, element, count, scales[i]});
+            format, StoreState{tile.states[i], root, bits, format, address, element, count, scales[i]});
     });
     if (scaled_master) {  // last, since it changes `bits`
         for (int i = 0; i < kTile; ++i) bits[i] = master_rounding(before[i], param[i], bits[i]);

@@ -27,28 +27,6 @@ void decode_block(Codec, float* values, const typename Codec::Bits* codes, float
     for (int i = 0; i < block; ++i) values[i] = Codec::decode(codes[i], scale);
 }
 
-// Signed states. `inverse` is not 0: the block's values are finite, and the scale is that of their largest.
-template <int block, class Codec>
-void encode_block(Codec, typename Codec::Bits* codes, const float* values, float inverse) {
-    for (int i = 0; i < block; ++i) codes[i] = static_cast<typename Codec::Bits>(Codec::encode(values[i], inverse));
-}
-
-// As float8_nearest_even(), without telling subnormal codes apart. Added to x, a power of two, 2^20 times x's or 2^-6,
-// has x in units of a code's last place in its own last places, rounded. A code is that number and 8 times the
-// exponent, less 968; 56 is -968 in the low byte, which is what is kept. A shift comes last: what comes after it would
-// be vectorised for bytes, and every operand converted.
-template <int block>
-void encode_block(SignedCodec<Format::kFloat8>, uint8_t* codes, const float* values, float inverse) {
-    constexpr uint32_t smallest = 121u << 23;  // 2^-6
-    for (int i = 0; i < block; ++i) {
-        const uint32_t bits = float_bits(values[i] * inverse);
-        const uint32_t exponent = (bits & kInfinity) > smallest ? bits & kInfinity : smallest;
-        const float sum = bits_float(bits & kMagnitude) + bits_float(exponent + (20u << 23 | 56u));
-        const uint32_t code = (float_bits(sum) + (exponent >> 20)) << 24;
-        codes[i] = static_cast<uint8_t>(((code & kMagnitude) | (bits & ~kMagnitude)) >> 24);
-    }
-}
-
 #if defined(__F16C__)
 template <int block>
 void decode_halves(float* values, const uint16_t* codes, float scale) {
@@ -70,26 +48,15 @@ template <int block>
 void decode_block(Float16Master, float* values, const uint16_t* codes, float scale) {
     decode_halves<block>(values, codes, scale);
 }
-
-template <int block>
-void encode_block(SignedCodec<Format::kFloat16>, uint16_t* codes, const float* values, float inverse) {
-    const __m256 scale = _mm256_set1_ps(inverse), top = _mm256_set1_ps(kFloat16Top),
-                 least = _mm256_set1_ps(-kFloat16Top);
-    for (int i = 0; i < block; i += 8) {
-        const __m256 x = _mm256_mul_ps(_mm256_loadu_ps(values + i), scale);
-        const __m256 clamped = _mm256_max_ps(_mm256_min_ps(x, top), least);
-        const __m128i code = _mm256_cvtps_ph(clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), code);
-    }
-}
 #endif
 
-// Squares and FP16 masters, under the same condition. `u`: the fractions.
+// `inverse` is not 0: the block's values are finite, and the scale is that of their largest. `root`: of squares. `u`:
+// the fractions.
 template <int block, class Codec>
 void encode_block(Codec, typename Codec::Bits* codes, const float* values, const float* root, const uint32_t* u,
                   float inverse) {
     for (int i = 0; i < block; ++i) {
-        codes[i] = static_cast<typename Codec::Bits>(Codec::encode(values[i], root[i], inverse, u[i]));
+        codes[i] = static_cast<typename Codec::Bits>(encode_state<Codec>(values[i], root[i], inverse, u[i]));
     }
 }
 
@@ -129,7 +96,7 @@ void encode_block(SquareCodec<Format::kInt8> codec, uint8_t* codes, const float*
                   const uint32_t* u, float inverse) {
     uint32_t smallest = 0xFFFFFFFFu;
     for (int i = 0; i < block; ++i) {
-        const uint32_t placed = codec.placed(root[i], inverse, u[i]);
+        const uint32_t placed = codec.placed(values[i], root[i], inverse, u[i]);
         smallest = placed < smallest ? placed : smallest;
         codes[i] = static_cast<uint8_t>(placed >> codec.kPlace);
     }

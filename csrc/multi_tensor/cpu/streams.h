@@ -47,8 +47,8 @@ struct Halves {
 
 // As split_remainder16() and split_remainder8(), without NaN.
 template <class Low>
-Halves<Low> split_moderate(float x) {
-    const uint32_t rounded = float_bits(x) + (sizeof(Low) == 2 ? 0u : 0x80u);
+Halves<Low> split_moderate(float x, uint32_t u) {
+    const uint32_t rounded = float_bits(x) + (sizeof(Low) == 2 ? 0u : remainder8_carry(u));
     return {static_cast<uint16_t>((rounded + 0x8000u) >> 16), static_cast<Low>(rounded >> (16 - 8 * sizeof(Low)))};
 }
 
@@ -87,9 +87,9 @@ struct SplitStream {
     float* values;
 
     float read(int i) const { return checked_join(join_split(high[i], low[i])); }
-    uint32_t write(int i, float x, uint32_t) const {
+    uint32_t write(int i, float x, uint32_t bits) const {
         values[i] = x;
-        const Halves<Low> split = split_moderate<Low>(x);
+        const Halves<Low> split = split_moderate<Low>(x, bits);
         high[i] = split.high;
         low[i] = split.low;
         return magnitude_bits(x);

@@ -30,8 +30,8 @@ __device__ __forceinline__ bool is_changed(Master master, Element type, float be
         return was != stored_bits<true>(type, after, bits);
     }
     if (is_remainder(master)) {
-        const uint32_t carry = master == Master::kRemainder16 ? 0x8000u : 0x8080u;
-        return upper_bits(before, carry) != upper_bits(bits_float(canonical_bits(after)), carry);
+        const uint32_t carry = 0x8000u + (master == Master::kRemainder16 ? 0u : remainder8_carry(bits));
+        return upper_bits(before, 0x8000u) != upper_bits(bits_float(canonical_bits(after)), carry);
     }
     return stored_bits<false>(type, before, 0) != stored_bits<false>(type, after, 0);
 }
@@ -99,24 +99,25 @@ __device__ __forceinline__ uint32_t differing_halves(const uint32_t* before, con
     return (found | found >> 15) & 0xFFu;
 }
 
-__device__ __forceinline__ void upper_halves(uint32_t* words, const float* values, uint32_t carry) {
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        words[k] = pack_high(float_bits(values[2 * k]) + carry, float_bits(values[2 * k + 1]) + carry);
-    }
-}
-
 // What is_changed() says of eight elements. `stored`: as in Earlier.
 __device__ __forceinline__ uint32_t changed_group8(Master master, Element type, const float* before, const float* after,
                                                    const uint32_t* stored, uint32_t group8, const Rounding& rounding) {
     uint32_t was[4], is[4];
     if (is_remainder(master)) {
-        upper_halves(is, after, master == Master::kRemainder16 ? 0x8000u : 0x8080u);
+        uint32_t carried[kVector];
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            const uint32_t bits = master == Master::kRemainder16 ? 0u : rounding.bits(group8, i);
+            carried[i] = float_bits(after[i]) + 0x8000u + remainder8_carry(bits);
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) is[k] = pack_high(carried[2 * k], carried[2 * k + 1]);
         return differing_halves(stored, is);
     }
     if (type == Element::kBFloat16) {
         if (master == Master::kParameter) {
-            upper_halves(was, before, 0);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) was[k] = pack_high(float_bits(before[2 * k]), float_bits(before[2 * k + 1]));
             encode_bfloat16_words<true>(is, after, group8, rounding);
         } else {
             encode_bfloat16_words<false>(was, before, 0, rounding);

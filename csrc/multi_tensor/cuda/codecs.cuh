@@ -152,14 +152,18 @@ __device__ __forceinline__ void join_words(float* values, const uint32_t* high, 
 }
 
 template <int low_bytes>
-__device__ __forceinline__ void split_words(float* values, uint32_t* high, uint32_t* low) {
+__device__ __forceinline__ void split_words(float* values, uint32_t* high, uint32_t* low, uint32_t group8,
+                                            const Rounding& rounding) {
     if (!all_moderate(values)) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) values[i] = is_nan(rare(values[i])) ? bits_float(kQuietNaN) : values[i];
     }
     uint32_t carried[kVector];  // into the parameter's half
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) carried[i] = float_bits(values[i]) + (low_bytes == 2 ? 0x8000u : 0x8080u);
+    for (int i = 0; i < kVector; ++i) {
+        const uint32_t carry = low_bytes == 2 ? 0u : remainder8_carry(rounding.bits(group8, i));
+        carried[i] = float_bits(values[i]) + 0x8000u + carry;
+    }
 #pragma unroll
     for (int k = 0; k < 4; ++k) high[k] = pack_high(carried[2 * k], carried[2 * k + 1]);
     if constexpr (low_bytes == 2) {
@@ -216,31 +220,7 @@ __device__ __forceinline__ void encode_float8_words(uint32_t* words, const float
 }
 #endif
 
-// Signed states
-template <class Codec>
-__device__ __forceinline__ void encode_words(uint32_t* words, const float* values, float inverse) {
-#if __CUDA_ARCH__ >= 890
-    if constexpr (Codec::format == Format::kFloat8) {
-        float scaled[kVector];
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) scaled[i] = values[i] * inverse;
-        encode_float8_words(words, scaled);
-    } else
-#endif
-    {
-        uint32_t codes[kVector];
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) codes[i] = Codec::encode(values[i], inverse);
-        pack_codes<sizeof(typename Codec::Bits)>(words, codes);
-    }
-}
-
-template <class Codec, class = void>
-constexpr bool kIsPlaced = false;
-template <class Codec>
-constexpr bool kIsPlaced<Codec, std::void_t<decltype(Codec::kPlace)>> = true;
-
-// Squares, and FP16 masters
+// `root`: of squares.
 template <class Codec, class R>
 __device__ __forceinline__ void encode_words(uint32_t* words, const float* values, const float* root, float inverse,
                                              uint32_t group8, const R& rounding) {
@@ -256,12 +236,12 @@ __device__ __forceinline__ void encode_words(uint32_t* words, const float* value
         constexpr int shift = (8 - Codec::kPlace % 8) % 8;  // brings the code to a byte
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-            codes[i] = Codec::placed(root[i], inverse, rounding.bits(group8, i)) << shift;
+            codes[i] = Codec::placed(values[i], root[i], inverse, rounding.bits(group8, i)) << shift;
         }
         constexpr int byte = (Codec::kPlace + shift) / 8;
         words[0] = pack_bytes<byte>(codes);
         words[1] = pack_bytes<byte>(codes + 4);
-        if (has_zero_byte(words[0]) || has_zero_byte(words[1])) {
+        if (kIsSquare<Codec> && (has_zero_byte(words[0]) || has_zero_byte(words[1]))) {
 #pragma unroll
             for (int i = 0; i < kVector; ++i) {
                 uint32_t one = 1u << 8 * (i % 4);

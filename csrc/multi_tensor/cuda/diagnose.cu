@@ -19,11 +19,10 @@ struct BlockMaxima {
     float kept[kThreads / kWarp];
 };
 
-template <bool rotates>
 __device__ __forceinline__ float rounded_element(Element type, float value, uint32_t bits) {
     if (type == Element::kFloat32) return value;
-    if (type == Element::kBFloat16) return bfloat16_decode(encode_bfloat16<rotates>(value, bits));
-    return float16_decode(encode_float16<rotates>(value, bits));
+    return type == Element::kBFloat16 ? bfloat16_decode(bfloat16_rotating(value, bits))
+                                      : float16_decode(float16_rotating(value, bits));
 }
 
 // What storing makes of a value. Called by all threads; those beyond the end, which are not `inside`, hold a zero.
@@ -31,9 +30,8 @@ struct RoundElement {
     Format format;
     uint32_t element;
     bool inside;
-    bool rotates;  // a square, and an FP16 master
     float value;
-    float root;
+    float root;  // of a square
     uint32_t bits;
     int block_log2;
     BlockMaxima& maxima;
@@ -41,8 +39,7 @@ struct RoundElement {
     float& kept;
 
     __device__ __forceinline__ void operator()(Unscaled) const {
-        const Element type = unscaled_type(format);
-        kept = rotates ? rounded_element<true>(type, value, bits) : rounded_element<false>(type, value, 0);
+        kept = rounded_element(unscaled_type(format), value, bits);
     }
     template <class Codec>
     __device__ __forceinline__ void operator()(Codec) const {
@@ -52,12 +49,7 @@ struct RoundElement {
             largest = float16_largest(largest, float_bits(neighbours_max(rounded, block_log2, maxima.rounded)));
         }
         const BlockScale fresh = Codec::scale(largest);
-        uint32_t code;
-        if constexpr (kIsSigned<Codec>) {
-            code = Codec::encode(value, fresh.inverse);
-        } else {
-            code = Codec::encode(value, root, fresh.inverse, bits);
-        }
+        const uint32_t code = encode_state<Codec>(value, root, fresh.inverse, bits);
         kept = Codec::decode(static_cast<typename Codec::Bits>(fresh.inverse != 0.0f ? code : 0u), fresh.scale);
         const float top = neighbours_max(inside ? fabsf(kept) : 0.0f, block_log2, maxima.kept);
         if (!inside) return;
@@ -80,9 +72,9 @@ __device__ __forceinline__ double square_of_change(float before, float after) {
 __device__ __forceinline__ float rounded_master(const View& view, uint32_t element, bool inside, float before,
                                                 float after, uint32_t bits, BlockMaxima& maxima) {
     const Master kind = view.master_kind();
-    if (kind == Master::kParameter) return rounded_element<true>(view.param_type(), after, bits);
+    if (kind == Master::kParameter) return rounded_element(view.param_type(), after, bits);
     if (kind == Master::kRemainder8) {
-        const Split split = split_remainder8(after);
+        const Split split = split_remainder8(after, bits);
         return join_remainder8(split.high, static_cast<int8_t>(split.low));
     }
     if (kind != Master::kFloat16) return after;
@@ -90,8 +82,8 @@ __device__ __forceinline__ float rounded_master(const View& view, uint32_t eleme
     float kept = 0.0f;
     const uint32_t own_bits = inside ? master_rounding(before, after, bits) : kNearest;
     const int block_log2 = view.info.block_log2;
-    RoundElement{Format::kFloat16, element, inside, true, after, after, own_bits, block_log2, maxima, unused, kept}(
-        Float16Master{});
+    RoundElement{
+        Format::kFloat16, element, inside, after, after, own_bits, block_log2, maxima, unused, kept}(Float16Master{});
     return kept;
 }
 
@@ -134,8 +126,8 @@ __device__ __forceinline__ void diagnose_elements(const View& view, const Scalar
         constexpr int i = decltype(state)::value;
         const Format format = view.state_format(i);
         float kept = 0.0f;
-        dispatch_codec<state_kind(kRule, i)>(format, RoundElement{format, element, inside, i == square, states[i], root,
-                                                                  bits, block_log2, maxima[i], found.states[i], kept});
+        dispatch_codec<state_kind(kRule, i)>(format, RoundElement{format, element, inside, states[i], root, bits,
+                                                                  block_log2, maxima[i], found.states[i], kept});
         if (!inside) return;
         found.states[i].value += square_of(states[i]);
         found.states[i].error += square_of_change(states[i], kept);

@@ -42,10 +42,9 @@ __device__ __forceinline__ void decode_kept(float* kept, uint32_t* words, const 
     decode_words<Codec>(kept, words, fresh.scale);
 }
 
-template <bool rotates>
 __device__ __forceinline__ void round_bfloat16(float* values, uint32_t group8, const Rounding& rounding) {
     uint32_t words[4];
-    encode_bfloat16_words<rotates>(words, values, group8, rounding);
+    encode_bfloat16_words<true>(words, values, group8, rounding);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) values[i] = bfloat16_decode(get<2>(words, i));
 }
@@ -54,8 +53,6 @@ __device__ __forceinline__ void round_bfloat16(float* values, uint32_t group8, c
 // warp. `largest` and `root`: of a square, what the update has found.
 template <StateKind kind>
 struct RoundGroup8 {
-    static constexpr bool rotates = kind == StateKind::kSquare;
-
     Format format;
     uint32_t element;
     const float* values;
@@ -71,20 +68,16 @@ struct RoundGroup8 {
         const bool is_float32 = unscaled_type(format) == Element::kFloat32;
 #pragma unroll
         for (int i = 0; i < kVector; ++i) kept[i] = values[i];
-        if (!is_float32) round_bfloat16<rotates>(kept, group8, rounding);
+        if (!is_float32) round_bfloat16(kept, group8, rounding);
     }
 
     template <class Codec>
     __device__ __forceinline__ void operator()(Codec) const {
-        const float absmax = rotates ? largest : thread_absmax<kVector>(values);
+        const float absmax = kind == StateKind::kSquare ? largest : thread_absmax<kVector>(values);
         const Rounded<Rounding> rounded{values, group8, rounding};
         const BlockScale fresh = fresh_scale<Codec>(absmax, rounded, block_log2);
         uint32_t words[2 * format_bytes(Codec::format)];
-        if constexpr (rotates) {
-            encode_words<Codec>(words, values, root, fresh.inverse, group8, rounding);
-        } else {
-            encode_words<Codec>(words, values, fresh.inverse);
-        }
+        encode_words<Codec>(words, values, root, fresh.inverse, group8, rounding);
         decode_kept<Codec>(kept, words, fresh);
         count(fabsf(Codec::decode(1u, fresh.scale)));
         if ((element & ((1u << block_log2) - 1)) == 0) found.widen(fresh.scale);
@@ -110,7 +103,7 @@ __device__ __forceinline__ void round_masters(float* rounded, const View& view, 
     const Master kind = view.master_kind();
     if (kind == Master::kRemainder8) {
         uint32_t high[4], low[2];
-        split_words<1>(rounded, high, low);
+        split_words<1>(rounded, high, low, group8, rounding);
         join_words<1>(rounded, high, low);
     } else if (kind == Master::kFloat16) {
         const MasterRounding bits{rounding, before, after};
@@ -121,7 +114,7 @@ __device__ __forceinline__ void round_masters(float* rounded, const View& view, 
         encode_words<Float16Master>(words, after, after, fresh.inverse, group8, bits);
         decode_kept<Float16Master>(rounded, words, fresh);
     } else if (kind == Master::kParameter && view.param_type() == Element::kBFloat16) {
-        round_bfloat16<true>(rounded, group8, rounding);
+        round_bfloat16(rounded, group8, rounding);
     } else if (kind == Master::kParameter && view.param_type() == Element::kFloat16) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {

@@ -52,7 +52,7 @@ __device__ __forceinline__ void store_master(const View& view, uint64_t element,
         if (!view.info.quantized) store_element<false>(view.param_type(), view.param, element, value, 0);
         return;
     }
-    Split split = kind == Master::kRemainder16 ? split_remainder16(value) : split_remainder8(value);
+    Split split = kind == Master::kRemainder16 ? split_remainder16(value) : split_remainder8(value, bits);
     at<uint16_t>(view.param, element) = split.high;
     if (kind == Master::kRemainder16) {
         at<int16_t>(view.master, element) = split.low;
@@ -105,32 +105,21 @@ __device__ __forceinline__ float neighbours_max(float x, int block_log2, float* 
     return block_log2 == 6 ? x : max_or_nan(x, max_or_nan(partial[warp ^ 2], partial[warp ^ 3]));
 }
 
-template <class Codec>
-constexpr bool kIsSigned = false;
-template <Format format>
-constexpr bool kIsSigned<SignedCodec<format>> = true;
-
 // Called by all threads; those beyond the end, which are not `inside`, hold a zero.
 struct StoreState {
     Format format;
     uint64_t address;
     uint32_t element;
     bool inside;
-    bool rotates;  // a square, and an FP16 master
     float value;
-    float root;
+    float root;  // of a square
     uint32_t bits;
     float* scales;
     int block_log2;
     float* partial;  // shared: two slots per warp
 
     __device__ __forceinline__ void operator()(Unscaled) const {
-        if (!inside) return;
-        if (rotates) {
-            store_element<true>(unscaled_type(format), address, element, value, bits);
-        } else {
-            store_element<false>(unscaled_type(format), address, element, value, 0);
-        }
+        if (inside) store_element<true>(unscaled_type(format), address, element, value, bits);
     }
     template <class Codec>
     __device__ __forceinline__ void operator()(Codec) const {
@@ -142,12 +131,7 @@ struct StoreState {
         BlockScale fresh = Codec::scale(largest);
         if (!inside) return;
         if ((element & ((1u << block_log2) - 1)) == 0) scales[element >> block_log2] = fresh.scale;
-        uint32_t code;
-        if constexpr (kIsSigned<Codec>) {
-            code = Codec::encode(value, fresh.inverse);
-        } else {
-            code = Codec::encode(value, root, fresh.inverse, bits);
-        }
+        const uint32_t code = encode_state<Codec>(value, root, fresh.inverse, bits);
         at<typename Codec::Bits>(address, element) =
             static_cast<typename Codec::Bits>(fresh.inverse != 0.0f ? code : 0u);
     }
@@ -211,7 +195,6 @@ __device__ __forceinline__ float store_float16_master(const View& view, uint32_t
                view.master,
                element,
                inside,
-               true,
                value,
                value,
                bits,
@@ -295,7 +278,7 @@ __device__ __noinline__ void general_loop() {
         each_state<rule>([&](auto state) {
             constexpr int i = decltype(state)::value;
             Codecs::template visit<state_kind(rule, i)>(
-                formats[i], StoreState{formats[i], view.states[i], element, inside, i == square, states[i], root, bits,
+                formats[i], StoreState{formats[i], view.states[i], element, inside, states[i], root, bits,
                                        view.state_scales[i], block_log2, block->state_scales[i]});
         });
     }

@@ -27,9 +27,9 @@ bool has_groups8(const Shard& s) {
 
 // Whether anything rotates.
 bool rounds(Rule rule, const Shard& s) {
-    const int square = square_state(rule);
-    return (square >= 0 && s.states[square].format != Format::kFloat32) || is_scaled(s.master_kind) ||
-           (s.master_kind == Master::kParameter && s.param_type != Element::kFloat32);
+    bool found = master_rotates(s.master_kind, s.param_type);
+    for (int i = 0; i < state_count(rule); ++i) found = found || s.states[i].format != Format::kFloat32;
+    return found;
 }
 
 // Fills a table until one of its limits is reached.

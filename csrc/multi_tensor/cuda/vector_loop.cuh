@@ -181,7 +181,7 @@ __device__ __forceinline__ void store_param(const View& view, uint32_t element, 
     } else {
         constexpr int low_bytes = master_bytes(Formats::master);
         uint32_t high[4], low[2 * low_bytes];
-        split_words<low_bytes>(values, high, low);
+        split_words<low_bytes>(values, high, low, group8, rounding);
         store<2>(high, view.param, element);
         store<low_bytes>(low, view.master, element);
     }
@@ -224,22 +224,17 @@ struct StateAccess {
     __device__ __forceinline__ static void store_all(const View& view, int state, Format format, uint32_t element,
                                                      const float* values, float largest, const float* root,
                                                      uint32_t group8, const Rounding& rounding) {
-        constexpr bool rotates = kind == StateKind::kSquare;
         if constexpr (is_scaled(Codec::format)) {
             constexpr int bytes = format_bytes(Codec::format);
-            if constexpr (!rotates) largest = thread_absmax<kVector>(values);
+            if constexpr (kind != StateKind::kSquare) largest = thread_absmax<kVector>(values);
             const Rounded<Rounding> rounded{values, group8, rounding};
             float* scale = &block->state_scales[state][element >> view.info.block_log2];
             const float inverse = store_scale<Codec>(largest, rounded, scale, view.info.block_log2, element).inverse;
             uint32_t words[2 * bytes];
-            if constexpr (rotates) {
-                encode_words<Codec>(words, values, root, inverse, group8, rounding);
-            } else {
-                encode_words<Codec>(words, values, inverse);
-            }
+            encode_words<Codec>(words, values, root, inverse, group8, rounding);
             store_codes<bytes>(words, inverse, view.states[state], element);
         } else {
-            store<rotates>(values, group8, rounding, unscaled_type(format), view.states[state], element);
+            store<true>(values, group8, rounding, unscaled_type(format), view.states[state], element);
         }
     }
 };
@@ -332,10 +327,13 @@ struct Values {
 template <class Formats>
 __device__ __forceinline__ void update_vector(const View& view, const Scalars& scalars, Values<Formats>& values,
                                               uint32_t element, Earlier& earlier) {
-    constexpr int square = square_state(Formats::rule);
     Format formats[state_places(Formats::rule)];
-    each_state<Formats::rule>(
-        [&](auto state) { formats[decltype(state)::value] = view.state_format(decltype(state)::value); });
+    bool states_rotate = false;
+    each_state<Formats::rule>([&](auto state) {
+        constexpr int i = decltype(state)::value;
+        formats[i] = view.state_format(i);
+        states_rotate = states_rotate || formats[i] != Format::kFloat32;
+    });
     const Master master = Formats::master_of(view.master_kind());
     float* master_scale = &block->master_scales[element >> view.info.block_log2];
 
@@ -346,8 +344,7 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
     const float largest = update_values<Formats::rule>(grad, param, states, root, scalars);
 
     uint32_t group8 = 0;
-    if ((square >= 0 && formats[max(square, 0)] != Format::kFloat32) || is_scaled(master) ||
-        (master == Master::kParameter && view.param_type() != Element::kFloat32)) {
+    if (states_rotate || master_rotates(master, view.param_type())) {
         group8 = scalars.rounding.group8(view.key, view.global_index(element));
     }
     store_param<Formats>(view, element, before, param, group8, scalars.rounding, master_scale, earlier);
