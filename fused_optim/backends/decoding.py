@@ -19,7 +19,7 @@ def decode_state(bits: Tensor, scale: Tensor | None, kind: Kind, fmt: StateForma
     engine = None if forced_backend() == "torch" else load_engine("cpu")[0]
     if (
         engine is None
-        or fmt.code is None
+        or fmt.code < 0
         or bits.dtype == torch.float32
         or not all(map(_is_plain, found))
         or not bits.numel()

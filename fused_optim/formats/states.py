@@ -29,7 +29,7 @@ class StateFormat:
     """One way to store a state. Dtypes are those of the stored tensors."""
 
     name: str
-    code: int | None  # the engines' number for it; None: they do not know it
+    code: int  # the engines' number for it; -1: they do not know it
     signed_dtype: torch.dtype
     square_dtype: torch.dtype
     codec: codecs.Decoder | None  # None: stored element by element, without block scales
@@ -56,7 +56,7 @@ FLOAT16 = STATE_FORMATS[torch.float16]
 
 # Formats of saved states by their numbers, one of them of version 0.2.
 SAVED_FORMATS = {fmt.number: fmt for fmt in STATE_FORMATS.values()}
-SAVED_FORMATS[4] = StateFormat("int8", None, torch.int8, torch.uint8, codecs.FormerInt8Codec, 4)
+SAVED_FORMATS[4] = StateFormat("int8", -1, torch.int8, torch.uint8, codecs.FormerInt8Codec, 4)
 
 
 def state_format(given: torch.dtype | str) -> StateFormat:

@@ -27,7 +27,6 @@ from fused_optim.state.param_state import ParamState
 from fused_optim.state.remainders import check_tensor
 from fused_optim.state.values import STAGER, RowChecks, Stored, given
 
-
 # --- saving -----------------------------------------------------------------------------------------------------
 
 
