@@ -145,14 +145,14 @@ class FusedAdam(ShardedOptimizer):
             FP32 where no block fits. It rounds in the rotating way, and the parameter is its rounded value. Remainders
             take as much memory with BF16 parameters and lose nothing.
         store_param_remainders: keep only the bits that a BF16 parameter lacks instead of a whole FP32 master.
-        param_remainder_bits: 16 for lossless FP32 masters, 8 for 24-bit masters rounded to nearest.
+        param_remainder_bits: 16 for lossless FP32 masters, 8 for 24-bit masters, which round in the rotating way.
         exp_avg_dtype: how the first moment is kept: ``torch.float32``, ``bfloat16``, ``float16``, ``float8_e4m3fn``
             (or ``uint8``, TransformerEngine's spelling) or ``int8``; the last three with one FP32 scale per 128, 64 or
             32 elements of a row, and FP32 where no such block divides the rows of all shards or a one-dimensional
             parameter has fewer than 4096 elements. Also as a param-group option.
         exp_avg_sq_dtype: the same of the second moment.
-        stochastic_rounding: rotating rounding of ``exp_avg_sq``, of FP16 masters and of parameters without master, not
-            nearest.
+        stochastic_rounding: rotating rounding, not nearest, of states that are not FP32, of 24-bit and FP16 masters,
+            and of parameters without master. Rounded to nearest, changes below half a last place are lost for ever.
         seed: of the rounding sequence, a function of (seed, step, parameter, global element index). A parameter counts
             by its name where ``params`` has names, so that optimizers of parts of a model round as one of all of it
             does; else by its position.
