@@ -178,7 +178,7 @@ class ShardedOptimizer(Publisher):
             read |= {key: param_group["state_dtype"] for key in self.store.format_options if key not in param_group}
         check_hyperparameters({**self.defaults, **param_group, **read}, self.rule)
         check_torchs_options(param_group, self.rule)
-        number, whole = len(self.param_groups), {**self.rule.options, **self.settings.as_dict()}
+        number, whole = len(self.param_groups), {**self.rule.options, **self.settings.of_whole_optimizer}
         ignored = [key for key in whole if asks_for_another(key, param_group.get(key), whole[key])]
         self.stepper.ignored[number] = ignored
         super().add_param_group(param_group)
