@@ -18,6 +18,7 @@ from fused_optim.options.checks import (
     check_belongs,
     check_checkpoint_format,
     check_hyperparameters,
+    check_iterable,
     check_params,
     check_torchs_options,
     check_whole,
@@ -116,14 +117,16 @@ class ShardedOptimizer(Publisher):
         state_dtype: torch.dtype | str | None,
         options: Mapping[str, Any],
     ) -> None:
+        check_iterable(params)
         self.rule = rule
         self.settings = Settings.read(**options)
         self._check_form(self.settings.checkpoint_format)
         self.store = StateStore(self)
         self.stepper = Stepper(self.store, 0, self._synthetic_of_plain)
-        chosen = {key: dtype or state_dtype or torch.float32 for key, dtype in dtypes.items()}
+        usual = torch.float32 if state_dtype is None else state_dtype
+        chosen = {key: usual if dtype is None else dtype for key, dtype in dtypes.items()}
         chosen = spelled_alike({**chosen, "master_weight_dtype": options.get("master_weight_dtype", torch.float32)})
-        own = {**rule.options, **self.settings.as_dict(), **dict.fromkeys(_WORDS)}
+        own = {**rule.options, **self.settings.as_dict(), "state_dtype": state_dtype, "master_bits": None}
         defaults = {**hyperparameters, **own, **chosen, "differentiable": False, "decoupled_weight_decay": None}
         defaults |= read_group(defaults, {})
         check_hyperparameters(defaults, rule)
@@ -220,6 +223,12 @@ class ShardedOptimizer(Publisher):
         adapters.write([update for pair in replacements.items() for update in self.store.replace(*pair)], advance=False)
         adapters.retain_initial_values(replacements.values())
         self.store.record_versions()
+
+    def __copy__(self) -> Any:
+        raise TypeError(
+            "copy.copy() would make two optimizers of the same states, of which each counts its own steps: "
+            "use copy.deepcopy(), or a new optimizer and load_state_dict()"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         self.stepper.check_idle("a copy, or pickling,")

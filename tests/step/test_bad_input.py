@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from cases import values
-from fused_optim import FusedAdam, FusedAdamW
+from fused_optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon
 
 SECRET = 77777.0  # fills tensors: must not be seen in a message
 
@@ -49,8 +50,11 @@ OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"betas": (0.9, float("nan"))}, ValueError, r"betas\[1\]"),
     ({"amsgrad": True}, ValueError, "amsgrad=True is not supported: use torch.optim.AdamW"),
     ({"exp_avg_dtype": torch.float64}, ValueError, "exp_avg_dtype: expected one of .*torch.int8.*, got torch.float64"),
-    ({"exp_avg_sq_dtype": "int3"}, ValueError, "exp_avg_sq_dtype: expected one of .*, got int3"),
-    ({"exp_avg_dtype": "nn"}, ValueError, "exp_avg_dtype: expected one of .*, got nn"),
+    ({"exp_avg_sq_dtype": "int3"}, ValueError, "exp_avg_sq_dtype: expected one of .*, got 'int3'"),
+    ({"exp_avg_dtype": ""}, ValueError, "exp_avg_dtype: expected one of .*, got ''"),
+    ({"state_dtype": "int-8"}, ValueError, "state_dtype: expected one of .*, got 'int-8'"),
+    ({"state_dtype": ""}, ValueError, "state_dtype: expected one of .*, got ''"),
+    ({"exp_avg_dtype": "nn"}, ValueError, "exp_avg_dtype: expected one of .*, got 'nn'"),
 ]
 GLOBAL_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"master_weight_dtype": "bfloat16"}, ValueError, "master_weight_dtype=bfloat16: .*torch.float32"),
@@ -78,7 +82,7 @@ def test_option(kind: Callable[..., FusedAdam], options: dict[str, Any], error: 
 def test_option_of_a_group(options: dict[str, Any], error: type[Exception], message: str) -> None:
     """Refused in the constructor, by add_param_group, which adds nothing, and by the next step, which does nothing.
 
-    But a step takes a learning rate below zero, as torch's do: schedulers end there by rounding.
+    But a step takes a learning rate and weight decay below zero, as torch's do: schedules end there by rounding.
     """
     first, second = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
     with pytest.raises(error, match=message):
@@ -91,11 +95,32 @@ def test_option_of_a_group(options: dict[str, Any], error: type[Exception], mess
     first.grad, second.grad = torch.ones_like(first), torch.ones_like(second)
     optimizer.step()
     optimizer.param_groups[1].update(options)
-    if message.startswith("lr: expected a finite number >= 0") and float(options["lr"]) < 0.0:
+    if re.match("(lr|weight_decay): expected a finite", message) and min(options.values()) < 0.0:
         optimizer.step()
         return
     with unchanged(optimizer), pytest.raises(error, match=f"^param group 1: {message}"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, FusedAdamW, FusedLion, FusedMuon])
+def test_a_model_in_the_place_of_its_parameters(kind: Callable[..., Any]) -> None:
+    for model in (
+        nn.Linear(2, 2),
+        nn.Sequential(nn.Linear(2, 2)),
+        nn.ParameterDict({"a": nn.Parameter(torch.ones(3))}),
+    ):
+        with pytest.raises(TypeError, match=rf"got a {type(model).__name__}: pass model\.parameters\(\)"):
+            kind(model)
+    params = nn.ParameterList([nn.Parameter(torch.ones(3, 3))])  # torch's go through it
+    assert kind(params).param_groups[0]["params"] == list(params)
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, FusedAdamW, FusedLion, FusedMuon])
+def test_shallow_copies(kind: Callable[..., Any]) -> None:
+    optimizer = kind([nn.Parameter(torch.ones(3, 3))])
+    with pytest.raises(TypeError, match=r"use copy\.deepcopy\(\)"):
+        copy.copy(optimizer)
+    assert type(copy.deepcopy(optimizer)) is kind
 
 
 @pytest.mark.parametrize("flag", ["maximize", "bias_correction"])
