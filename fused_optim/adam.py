@@ -126,7 +126,8 @@ class FusedAdam(ShardedOptimizer):
     once, except ``lr``. A flag that is None has its default.
 
     Args:
-        params: parameters, named parameters or param groups; FP32, BF16 or FP16, plain tensors or DTensors.
+        params: parameters, named parameters or param groups; FP32, BF16 or FP16, plain tensors or DTensors. Frozen ones
+            may be of any dtype.
         lr: learning rate, a number or a tensor of one element.
         betas: decay rates of the moments, in [0, 1).
         eps: added to the denominator, outside of the square root.

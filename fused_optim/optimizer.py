@@ -15,6 +15,7 @@ from fused_optim import adapters
 from fused_optim.decorators import between_graphs, between_steps, declared_without, observed, ungraded
 from fused_optim.memory.layout import MASTER, STEP
 from fused_optim.options.checks import (
+    can_be_updated,
     check_belongs,
     check_checkpoint_format,
     check_hyperparameters,
@@ -341,13 +342,15 @@ class ShardedOptimizer(Publisher):
         """The masters by the model's parameter names: FP32, with the parameters' shapes, meshes and placements.
 
         The names are those that torch.distributed.checkpoint writes: without ``torch.compile``'s and other wrappers'.
+        Frozen parameters of dtypes that no optimizer here updates are left out.
         Raises TypeError for flat shards of FSDP1, KeyError if the model has none of the optimizer's parameters.
         """
         check_whole(model, self.store.params)
         check_belongs(model, self.store.params)
         self._reconcile()
         names = parameter_names(model)
-        return {names[param][0]: self.store.master(param) for param in self.store.params if param in names}
+        params = [param for param in self.store.params if param in names and can_be_updated(param)]
+        return {names[param][0]: self.store.master(param) for param in params}
 
     @between_graphs
     @ungraded

@@ -170,7 +170,7 @@ def check_param(param: Tensor, index: int, name: str | None) -> None:
         kind = type(local_tensor(param)).__name__
         text = f"a {kind} has no memory of its own to be updated, and how to write it is not known"
         raise TypeError(f"{describe(param, index, name)}: {text}; exclude it from the optimizer")
-    if param.dtype in ELEMENT_TYPES and param.layout == torch.strided:
+    if _has_usual_elements(param):
         return
     hint = "convert it to torch.float32" if param.dtype == torch.float64 else "exclude it from the optimizer"
     if param.is_complex():
@@ -178,6 +178,15 @@ def check_param(param: Tensor, index: int, name: str | None) -> None:
     expected = "a dense torch.float32, torch.bfloat16 or torch.float16 tensor"
     got = param.dtype if param.layout == torch.strided else param.layout
     raise TypeError(f"{describe(param, index, name)}: expected {expected}, got {got}; {hint}")
+
+
+def _has_usual_elements(param: Tensor) -> bool:
+    return param.dtype in ELEMENT_TYPES and param.layout == torch.strided
+
+
+def can_be_updated(param: Tensor) -> bool:
+    """Whether :func:`check_param` raises nothing. Frozen parameters that are held beside others may be of any kind."""
+    return _has_usual_elements(param) and not _is_unknown_wrapper(param)
 
 
 def _is_unknown_wrapper(param: Tensor) -> bool:
@@ -306,10 +315,14 @@ def check_states(
 
 
 def check_params(group: Mapping[str, Any], first: int, rule: Rule) -> None:
-    """Raise TypeError or ValueError for parameters that cannot be in their group. ``first``: how many are before."""
+    """Raise TypeError or ValueError for parameters that cannot be in their group. ``first``: how many are before.
+
+    Frozen ones are checked when they are thawed, or get a gradient: quantized ones below adapters never do.
+    """
     names = group.get("param_names", [None] * len(group["params"]))
     for index, (param, name) in enumerate(zip(group["params"], names, strict=True), start=first):
-        check_param(param, index, name)
+        if not isinstance(param, nn.Parameter) or param.requires_grad:
+            check_param(param, index, name)
         if problem := rule.problem_of(param, group):
             raise ValueError(f"{describe(param, index, name)}: {problem}")
 
