@@ -106,7 +106,8 @@ def check_decay_rates(betas: Any) -> None:
 def check_saved_group(group: dict[str, Any], saved: Mapping[str, Any], rules: Rules) -> None:
     """Raise ValueError or TypeError for a param group that would have the hyperparameters of a state dict's, ``saved``.
 
-    A learning rate or weight decay a little below zero is a schedule's that should have ended at zero.
+    A learning rate or weight decay a little below zero is a schedule's that should have ended at zero. An eps that is
+    too small is refused by the next step, before which it can be changed.
     """
     for key in ("lr", "weight_decay"):
         value = group[key]
@@ -114,6 +115,8 @@ def check_saved_group(group: dict[str, Any], saved: Mapping[str, Any], rules: Ru
             value = float(value)
         if _is_number(value) and -_RESIDUE <= value < 0.0:
             group = {**group, key: 0.0}
+    if _is_number(group.get("eps")) and 0.0 <= group["eps"] < 1.0:
+        group = {**group, "eps": 1.0}
     check_hyperparameters(group, rules)
     names = {str(dtype).removeprefix("torch.") for dtype in STATE_FORMATS}
     for key in (spec.option for spec in rules.for_group(group).states):
