@@ -72,7 +72,7 @@ class Reader:
     def __init__(self, folder: Folder, metadata: Metadata) -> None:
         self._folder = folder
         self._stored: dict[Any, Any] = metadata.storage_data
-        self._copying = threading.Lock()
+        self._copying: dict[str, threading.Lock] = {}  # by what is loaded
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # of the thread that asked, by device
 
     def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
@@ -84,6 +84,7 @@ class Reader:
             for item, content in zip(objects, contents, strict=True):
                 planner.load_bytes(item, io.BytesIO(content))
             targets = [planner.resolve_tensor(item).detach() for item in tensors]
+            self._copying = {item.dest_index.fqn: threading.Lock() for item in tensors}
             devices = {target.device for target in targets if target.is_cuda}
             self._streams = {device: torch.cuda.current_stream(device) for device in devices}
             pairs = zip(tensors, targets, strict=True)
@@ -115,8 +116,8 @@ class Reader:
         if tensor.shape != target.shape:
             raise ValueError(f"{name}: expected a part of shape {tuple(target.shape)}, found {tuple(tensor.shape)}")
         stream = self._streams.get(target.device)
-        # One by one: of a quantized weight, parts that are copied change what all of it knows of itself.
-        with self._copying, nullcontext() if stream is None else torch.cuda.stream(stream):
+        # One after the other: parts of a quantized weight change what all of it knows of itself.
+        with self._copying[item.dest_index.fqn], nullcontext() if stream is None else torch.cuda.stream(stream):
             target.copy_(tensor)
         return []
 
