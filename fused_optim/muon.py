@@ -54,7 +54,7 @@ class Muon(MomentumPass):
     def problem_of(self, param: Tensor, group: Mapping[str, Any]) -> str:
         if param.dim() not in (2, 3):
             return "Muon updates matrices: expected two dims, or three of experts; use algorithm='adamw' for others"
-        if param.dim() == 3 and not group["experts"]:
+        if param.dim() == 3 and not flag_of("experts", group["experts"] or False):
             hint = "say experts=True if each entry of the first is a matrix; use algorithm='adamw' for convolutions"
             return f"Muon updates matrices, and this has three dims: {hint}"
         splits = group["splits"]

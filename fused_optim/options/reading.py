@@ -21,7 +21,7 @@ CheckpointDevice = Literal["cpu", "stager"] | None
 # Of torch's optimizers: which of its implementations is to run. Here they say nothing, and are no keys of param groups.
 IMPLEMENTATIONS = ("fused", "foreach")
 TORCHS_OPTIONS = (*IMPLEMENTATIONS, "differentiable", "decoupled_weight_decay")
-FLAGS = ("amsgrad", "bias_correction", "maximize", "experts")  # of param groups
+FLAGS = ("amsgrad", "bias_correction", "maximize")  # of param groups
 NUMBERS = ("lr", "eps", "weight_decay")  # of param groups, beside the betas
 
 

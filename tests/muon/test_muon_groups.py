@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fused_optim import FusedMuon, muon_param_groups
+from fused_optim import FusedAdamW, FusedMuon, muon_param_groups
 from fused_optim.quantized import Float8CurrentScaling, quantize_model_
 
 
@@ -142,3 +142,4 @@ def test_three_dims_are_asked_for(asked: bool | str | None) -> None:
             FusedMuon(group["params"], **words)  # type: ignore[arg-type]
             FusedMuon(FusedMuon([group]).param_groups)
     FusedMuon([{"params": [linear]}, {"params": [vector, conv], "algorithm": "adamw"}])
+    FusedAdamW([{"params": [conv], "experts": "a user's own key"}])
