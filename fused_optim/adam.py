@@ -31,6 +31,7 @@ EXP_AVG = StateSpec("exp_avg", Kind.SIGNED, "exp_avg_dtype")
 EXP_AVG_SQ = StateSpec("exp_avg_sq", Kind.SQUARE, "exp_avg_sq_dtype")
 ADAM_STATES = (EXP_AVG, EXP_AVG_SQ)
 MOMENTS = (EXP_AVG.name, EXP_AVG_SQ.name)
+LEAST_SQUARE = 2.0**-120  # below it a block of second moments is stored as 0; FP32's and BF16's from 2^-126 on
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,15 @@ class Adam(OneRule):
     def check(self, group: Mapping[str, Any]) -> None:
         check_number("eps", group["eps"])
         check_decay_rates(group["betas"])
+        # Stored second moments below LEAST_SQUARE may be 0. So a root of at most sqrt(LEAST_SQUARE / (1 - beta2)) is
+        # lost, the bias correction included, and beside an eps of that no step becomes more than twice as large.
+        beta2, eps = float(group["betas"][1]), float(group["eps"])
+        if eps * eps * (1.0 - beta2) < LEAST_SQUARE:
+            least = math.sqrt(LEAST_SQUARE / (1.0 - beta2))
+            raise ValueError(
+                f"eps: expected at least {least:.1e} where betas[1] is {beta2}, got {eps}: smaller roots of second "
+                "moments are kept as 0, so that steps would be divided by eps alone"
+            )
         if group.get("amsgrad"):
             raise ValueError("amsgrad=True is not supported: use torch.optim.AdamW(amsgrad=True), or amsgrad=False")
 
@@ -126,10 +136,12 @@ class FusedAdam(ShardedOptimizer):
     once, except ``lr``. A flag that is None has its default.
 
     Args:
-        params: parameters, named parameters or param groups; FP32, BF16 or FP16, plain tensors or DTensors.
+        params: parameters, named parameters or param groups; FP32, BF16 or FP16, plain tensors or DTensors. Frozen ones
+            may be of any dtype.
         lr: learning rate, a number or a tensor of one element.
         betas: decay rates of the moments, in [0, 1).
-        eps: added to the denominator, outside of the square root.
+        eps: added to the denominator, outside of the square root; at least ``2**-60 / sqrt(1 - betas[1])``, 2.7e-17 by
+            default: smaller second moments are kept as 0.
         weight_decay: decoupled (AdamW) or, with ``adam_w_mode=False``, added to the gradient (L2).
         amsgrad: not supported, must be False.
         bias_correction: divide the moments by ``1 - beta ** step``.

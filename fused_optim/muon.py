@@ -24,7 +24,7 @@ from fused_optim.rule import Orthogonalization, Rule, StateSpec
 
 ALGORITHM = "algorithm"  # of a param group: a key of `MuonWithAdamW.rules`
 # Hyperparameters of param groups that one of the two algorithms has alone.
-_OF_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "ns_dtype", "adjust_lr_fn", "splits")
+_OF_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "ns_dtype", "adjust_lr_fn", "splits", "experts")
 _HOW = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn")
 _OF_ADAM = ("betas", "bias_correction")
 _ADAMS_EPS = 1e-8
@@ -54,6 +54,9 @@ class Muon(MomentumPass):
     def problem_of(self, param: Tensor, group: Mapping[str, Any]) -> str:
         if param.dim() not in (2, 3):
             return "Muon updates matrices: expected two dims, or three of experts; use algorithm='adamw' for others"
+        if param.dim() == 3 and not flag_of("experts", group["experts"] or False):
+            hint = "say experts=True if each entry of the first is a matrix; use algorithm='adamw' for convolutions"
+            return f"Muon updates matrices, and this has three dims: {hint}"
         splits = group["splits"]
         if splits and sum(splits) != param.shape[-2]:
             return f"splits: expected {param.shape[-2]} rows together, got {sum(splits)}"
@@ -135,8 +138,8 @@ class FusedMuon(ShardedOptimizer):
     the sharding, as long as blocks of the formats are the same. ``optimizer.state[p]`` has ``momentum_buffer``, shaped,
     sharded and placed as ``p``.
 
-    Param groups choose by ``algorithm``: ``"muon"``, for parameters with two dims, or three of experts, each a matrix;
-    or ``"adamw"``, with :class:`fused_optim.FusedAdamW`'s hyperparameters and states. Both are updated in one step, and
+    Param groups choose by ``algorithm``: ``"muon"``, for parameters with two dims, or three of ``experts``; or
+    ``"adamw"``, with :class:`fused_optim.FusedAdamW`'s hyperparameters and states. Both are updated in one step, and
     are in one checkpoint. :func:`fused_optim.muon_param_groups` sorts a model's parameters.
 
     Args:
@@ -157,6 +160,8 @@ class FusedMuon(ShardedOptimizer):
             steps on Gram matrices take less time, which rounds less.
         splits: of param groups: the rows of the matrices that each parameter joins, such as those of queries, keys and
             values; they are orthogonalized apart.
+        experts: whether parameters with three dims are experts, each entry of the first a matrix. Else they are
+            refused: weights of convolutions have three dims, too. Also of param groups.
         momentum_dtype: how the momentum is kept: a format of :class:`fused_optim.FusedAdam`'s states.
         betas: of AdamW's moments, in param groups with ``algorithm="adamw"``, whose ``eps`` is 1e-8.
         bias_correction: of AdamW's moments.
@@ -199,6 +204,7 @@ class FusedMuon(ShardedOptimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "ns_dtype": given.pop("ns_dtype", "bfloat16"),
             "splits": None,
+            "experts": flag_of("experts", given.pop("experts", False)),
             "bias_correction": flag_of("bias_correction", given.pop("bias_correction", True)),
             "maximize": flag_of("maximize", given.pop("maximize", None) or False),
             ALGORITHM: "muon",

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from fused_optim.options.checks import some_of
 from fused_optim.roles import is_embedding, is_head, is_router
@@ -22,24 +23,30 @@ def muon_param_groups(
 ) -> list[dict[str, Any]]:
     """Two param groups for :class:`fused_optim.FusedMuon`, sorted by what a model's parameters are.
 
-    To Muon: weights of linear layers, and experts with three dims. To AdamW: embeddings and heads, also tied ones,
-    norms, biases and other vectors, and routers. Frozen parameters are left out.
+    To Muon: weights of linear layers, and experts with three dims, for which the group says ``experts=True``. To AdamW:
+    embeddings and heads, also tied ones, norms, biases and other vectors, and routers. Frozen parameters are left out.
 
     Args:
         model: its modules' types and names decide.
-        muon: patterns of names, such as ``"*.conv.weight"``, that are for Muon whatever they are.
+        muon: patterns of names, such as ``"*.mixing"``, that are for Muon whatever they are, but for convolutions.
         adamw: the same for AdamW.
         options: hyperparameters of the first group, such as ``lr`` and ``splits``.
 
     Returns: the groups, with names. A group without parameters is left out.
 
-    Raises ValueError for parameters that it cannot place, with their names: nothing is guessed.
+    Raises ValueError for parameters that it cannot place, with their names: nothing is guessed; and for convolutions'
+    weights in ``muon``, which are no matrices.
     """
     placed: dict[str, list[tuple[str, Tensor]]] = {"muon": [], "adamw": []}
-    ends = _ends_of(model)
+    ends, convolutions = _ends_of(model), _convolutions(model)
     unknown = []
     for name, param, modules in _parameters(model):
-        algorithm = _asked(name, muon, adamw) or _algorithm(model, name, param, modules, ends)
+        convolves = param.dim() > 2 and any(f"{path}.".startswith(convolutions) for path, _ in modules)
+        asked = _asked(name, muon, adamw)
+        if asked == "muon" and convolves:
+            raise ValueError(f"{name} of shape {tuple(param.shape)}: a convolution's weight is no matrix for Muon")
+        found = _algorithm(model, name, param, modules, ends)
+        algorithm = asked or (None if found == "muon" and convolves else found)
         if algorithm is None:
             unknown.append(f"{name} of shape {tuple(param.shape)}")
         else:
@@ -48,7 +55,9 @@ def muon_param_groups(
         raise ValueError(
             f"cannot tell whether Muon or AdamW is for {some_of(unknown)}: name them in muon= or adamw=, as patterns"
         )
-    groups = [{"params": own, "algorithm": algorithm} for algorithm, own in placed.items() if own]
+    groups: list[dict[str, Any]] = [{"params": own, "algorithm": algorithm} for algorithm, own in placed.items() if own]
+    if any(param.dim() == 3 for _, param in placed["muon"]):
+        groups[0]["experts"] = True
     return [{**group, **(options if group["algorithm"] == "muon" else {})} for group in groups]
 
 
@@ -92,6 +101,11 @@ def _ends_of(model: nn.Module) -> set[nn.Module]:
     """The modules that the model itself, as those of transformers do, calls its embeddings and its head."""
     asked: Iterable[Any] = (getattr(model, f"get_{side}_embeddings", None) for side in ("input", "output"))
     return {module for ask in asked if ask is not None and (module := _answer(ask)) is not None}
+
+
+def _convolutions(model: nn.Module) -> tuple[str, ...]:
+    """What the names of modules in convolutions, which may be parametrized, and of themselves begin with."""
+    return tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, _ConvNd))
 
 
 def _answer(ask: Any) -> Any:

@@ -15,9 +15,11 @@ from fused_optim import adapters
 from fused_optim.decorators import between_graphs, between_steps, declared_without, observed, ungraded
 from fused_optim.memory.layout import MASTER, STEP
 from fused_optim.options.checks import (
+    can_be_updated,
     check_belongs,
     check_checkpoint_format,
     check_hyperparameters,
+    check_iterable,
     check_params,
     check_torchs_options,
     check_whole,
@@ -116,14 +118,16 @@ class ShardedOptimizer(Publisher):
         state_dtype: torch.dtype | str | None,
         options: Mapping[str, Any],
     ) -> None:
+        check_iterable(params)
         self.rule = rule
         self.settings = Settings.read(**options)
         self._check_form(self.settings.checkpoint_format)
         self.store = StateStore(self)
         self.stepper = Stepper(self.store, 0, self._synthetic_of_plain)
-        chosen = {key: dtype or state_dtype or torch.float32 for key, dtype in dtypes.items()}
+        usual = torch.float32 if state_dtype is None else state_dtype
+        chosen = {key: usual if dtype is None else dtype for key, dtype in dtypes.items()}
         chosen = spelled_alike({**chosen, "master_weight_dtype": options.get("master_weight_dtype", torch.float32)})
-        own = {**rule.options, **self.settings.as_dict(), **dict.fromkeys(_WORDS)}
+        own = {**rule.options, **self.settings.as_dict(), "state_dtype": state_dtype, "master_bits": None}
         defaults = {**hyperparameters, **own, **chosen, "differentiable": False, "decoupled_weight_decay": None}
         defaults |= read_group(defaults, {})
         check_hyperparameters(defaults, rule)
@@ -178,7 +182,7 @@ class ShardedOptimizer(Publisher):
             read |= {key: param_group["state_dtype"] for key in self.store.format_options if key not in param_group}
         check_hyperparameters({**self.defaults, **param_group, **read}, self.rule)
         check_torchs_options(param_group, self.rule)
-        number, whole = len(self.param_groups), {**self.rule.options, **self.settings.as_dict()}
+        number, whole = len(self.param_groups), {**self.rule.options, **self.settings.of_whole_optimizer}
         ignored = [key for key in whole if asks_for_another(key, param_group.get(key), whole[key])]
         self.stepper.ignored[number] = ignored
         super().add_param_group(param_group)
@@ -220,6 +224,12 @@ class ShardedOptimizer(Publisher):
         adapters.write([update for pair in replacements.items() for update in self.store.replace(*pair)], advance=False)
         adapters.retain_initial_values(replacements.values())
         self.store.record_versions()
+
+    def __copy__(self) -> Any:
+        raise TypeError(
+            "copy.copy() would make two optimizers of the same states, of which each counts its own steps: "
+            "use copy.deepcopy(), or a new optimizer and load_state_dict()"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         self.stepper.check_idle("a copy, or pickling,")
@@ -332,13 +342,15 @@ class ShardedOptimizer(Publisher):
         """The masters by the model's parameter names: FP32, with the parameters' shapes, meshes and placements.
 
         The names are those that torch.distributed.checkpoint writes: without ``torch.compile``'s and other wrappers'.
+        Frozen parameters of dtypes that no optimizer here updates are left out.
         Raises TypeError for flat shards of FSDP1, KeyError if the model has none of the optimizer's parameters.
         """
         check_whole(model, self.store.params)
         check_belongs(model, self.store.params)
         self._reconcile()
         names = parameter_names(model)
-        return {names[param][0]: self.store.master(param) for param in self.store.params if param in names}
+        params = [param for param in self.store.params if param in names and can_be_updated(param)]
+        return {names[param][0]: self.store.master(param) for param in params}
 
     @between_graphs
     @ungraded

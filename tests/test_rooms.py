@@ -55,7 +55,7 @@ ROOMS = (
     *("compat", "integrations", "__init__", "tools", "__main__"),
 )
 HOUSES = {room.split(".")[0] for room in ROOMS if "." in room}  # folders that are given room by room
-MOST_LINES, MOST_LINES_OF_A_FUNCTION = 500, 60
+MOST_LINES, MOST_LINES_OF_A_FUNCTION = 520, 60
 # Rooms, or files in them, that may import while they run, and what: adapters of parameters that are met, packages and
 # engines that may be missing, quantized code where it is asked for, what a command needs, and a user's own model.
 LAZY = {
@@ -511,8 +511,8 @@ WRONG: dict[str, tuple[Check, dict[str, str], list[str]]] = {
     ),
     "long": (
         long_files,
-        {"step/plan": "\n" * 500, "step/run": "\n" * 501},
-        ["fused_optim.step.run has 501 lines"],
+        {"step/plan": "\n" * MOST_LINES, "step/run": "\n" * (MOST_LINES + 1)},
+        [f"fused_optim.step.run has {MOST_LINES + 1} lines"],
     ),
     "long functions": (
         long_functions,

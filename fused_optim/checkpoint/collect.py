@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from fused_optim.decorators import callers_level
 from fused_optim.known_rules import RULES
 from fused_optim.optimizer import ShardedOptimizer
-from fused_optim.options.checks import check_belongs, check_whole
+from fused_optim.options.checks import check_belongs, check_order, check_whole
 from fused_optim.options.reading import CheckpointDevice, CheckpointFormat
 from fused_optim.sharding.collective import distinct, parameter_names, state_name
 from fused_optim.sharding.dtensor import has_own_chunks
@@ -77,9 +77,10 @@ def taken_for_initialized(optimizer: Optimizer) -> Iterator[None]:
 
 class Collector:
     """A collective over the default group. Raises TypeError for flat shards of FSDP1 in an optimizer of this package,
-    KeyError for one that has none of the model's parameters."""
+    KeyError for one that has none of the model's parameters, TypeError where the two are exchanged."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        check_order(model, optimizer)
         if isinstance(optimizer, ShardedOptimizer):
             check_whole(model, optimizer.store.params)
             check_belongs(model, optimizer.store.params)

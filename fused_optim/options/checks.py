@@ -26,7 +26,7 @@ from fused_optim.options.reading import CheckpointDevice, CheckpointFormat, flag
 from fused_optim.rule import Rule, Rules
 from fused_optim.sharding.dtensor import is_dense, local_tensor
 
-_LR_RESIDUE = 1e-12
+_RESIDUE = 1e-12  # of a schedule that should have ended at zero
 
 
 def describe(param: Tensor, index: int, name: str | None = None) -> str:
@@ -56,8 +56,8 @@ def _is_number(value: Any) -> bool:
 def check_hyperparameters(group: Mapping[str, Any], rules: Rules, running: bool = False) -> None:
     """Raise ValueError or TypeError for a learning rate, weight decay, formats or what else the rule has.
 
-    They are as ``options.read_group`` gives them. ``running``: the learning rate is a scheduler's, which may end a
-    little below zero by rounding: any finite number is taken then, as by torch.optim, which checks it in the
+    They are as ``options.read_group`` gives them. ``running``: learning rate and weight decay are schedules', which may
+    end a little below zero by rounding: any finite number is taken then, as by torch.optim, which checks them in the
     constructor only.
     """
     lr = group["lr"]
@@ -65,14 +65,21 @@ def check_hyperparameters(group: Mapping[str, Any], rules: Rules, running: bool 
         if lr.numel() != 1:
             raise ValueError(f"lr: expected a tensor of one element, got shape {tuple(lr.shape)}")
         lr = float(lr) if lr.device.type == "cpu" else 0.0  # a value on a GPU is not read: that would synchronise
-    check_number("lr", lr, least=-math.inf if running else 0.0)
-    check_number("weight_decay", group["weight_decay"])
+    if group.get("state_dtype") is not None:
+        check_format("state_dtype", group["state_dtype"])
+    least = -math.inf if running else 0.0
+    check_number("lr", lr, least)
+    check_number("weight_decay", group["weight_decay"], least)
     rule = rules.for_group(group)
     rule.check(group)
     for spec in rule.states:
-        if as_dtype(group[spec.option]) not in STATE_FORMATS:
-            expected = ", ".join(map(str, STATE_FORMATS))
-            raise ValueError(f"{spec.option}: expected one of {expected}, got {group[spec.option]}")
+        check_format(spec.option, group[spec.option])
+
+
+def check_format(option: str, given: Any) -> None:
+    """Raise ValueError for what is no format of states."""
+    if as_dtype(given) not in STATE_FORMATS:
+        raise ValueError(f"{option}: expected one of {', '.join(map(str, STATE_FORMATS))}, got {given!r}")
 
 
 def check_number(key: str, value: Any, least: float = 0.0) -> None:
@@ -99,13 +106,17 @@ def check_decay_rates(betas: Any) -> None:
 def check_saved_group(group: dict[str, Any], saved: Mapping[str, Any], rules: Rules) -> None:
     """Raise ValueError or TypeError for a param group that would have the hyperparameters of a state dict's, ``saved``.
 
-    A learning rate a little below zero is a scheduler's that should have ended at zero.
+    A learning rate or weight decay a little below zero is a schedule's that should have ended at zero. An eps that is
+    too small is refused by the next step, before which it can be changed.
     """
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() == 1 and lr.device.type == "cpu":
-        lr = float(lr)
-    if _is_number(lr) and -_LR_RESIDUE <= lr < 0.0:
-        group = {**group, "lr": 0.0}
+    for key in ("lr", "weight_decay"):
+        value = group[key]
+        if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
+            value = float(value)
+        if _is_number(value) and -_RESIDUE <= value < 0.0:
+            group = {**group, key: 0.0}
+    if _is_number(group.get("eps")) and 0.0 <= group["eps"] < 1.0:
+        group = {**group, "eps": 1.0}
     check_hyperparameters(group, rules)
     names = {str(dtype).removeprefix("torch.") for dtype in STATE_FORMATS}
     for key in (spec.option for spec in rules.for_group(group).states):
@@ -162,7 +173,7 @@ def check_param(param: Tensor, index: int, name: str | None) -> None:
         kind = type(local_tensor(param)).__name__
         text = f"a {kind} has no memory of its own to be updated, and how to write it is not known"
         raise TypeError(f"{describe(param, index, name)}: {text}; exclude it from the optimizer")
-    if param.dtype in ELEMENT_TYPES and param.layout == torch.strided:
+    if _has_usual_elements(param):
         return
     hint = "convert it to torch.float32" if param.dtype == torch.float64 else "exclude it from the optimizer"
     if param.is_complex():
@@ -170,6 +181,15 @@ def check_param(param: Tensor, index: int, name: str | None) -> None:
     expected = "a dense torch.float32, torch.bfloat16 or torch.float16 tensor"
     got = param.dtype if param.layout == torch.strided else param.layout
     raise TypeError(f"{describe(param, index, name)}: expected {expected}, got {got}; {hint}")
+
+
+def _has_usual_elements(param: Tensor) -> bool:
+    return param.dtype in ELEMENT_TYPES and param.layout == torch.strided
+
+
+def can_be_updated(param: Tensor) -> bool:
+    """Whether :func:`check_param` raises nothing. Frozen parameters that are held beside others may be of any kind."""
+    return _has_usual_elements(param) and not _is_unknown_wrapper(param)
 
 
 def _is_unknown_wrapper(param: Tensor) -> bool:
@@ -298,12 +318,29 @@ def check_states(
 
 
 def check_params(group: Mapping[str, Any], first: int, rule: Rule) -> None:
-    """Raise TypeError or ValueError for parameters that cannot be in their group. ``first``: how many are before."""
+    """Raise TypeError or ValueError for parameters that cannot be in their group. ``first``: how many are before.
+
+    Frozen ones are checked when they are thawed, or get a gradient: quantized ones below adapters never do.
+    """
     names = group.get("param_names", [None] * len(group["params"]))
     for index, (param, name) in enumerate(zip(group["params"], names, strict=True), start=first):
-        check_param(param, index, name)
+        if not isinstance(param, nn.Parameter) or param.requires_grad:
+            check_param(param, index, name)
         if problem := rule.problem_of(param, group):
             raise ValueError(f"{describe(param, index, name)}: {problem}")
+
+
+def check_iterable(params: Any) -> None:
+    """Raise TypeError for a model in the place of its parameters. An ``nn.ParameterList`` goes through them."""
+    if isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList):
+        raise TypeError(f"params: expected parameters, got a {type(params).__name__}: pass model.parameters()")
+
+
+def check_order(model: Any, optimizer: Any) -> None:
+    """Raise TypeError for a model and an optimizer that are none, or are given in another order."""
+    if not isinstance(model, nn.Module) or isinstance(optimizer, nn.Module):
+        given = f"a {type(model).__name__} and a {type(optimizer).__name__}"
+        raise TypeError(f"expected a model and its optimizer, in this order, got {given}")
 
 
 def check_whole(model: nn.Module, params: Sequence[Tensor]) -> None:

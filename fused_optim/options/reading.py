@@ -11,6 +11,8 @@ from typing import Any, Literal, TypedDict, TypeVar, cast
 import torch
 from torch import Tensor
 
+from fused_optim.formats.dtypes import as_dtype
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 CheckpointFormat = Literal["unscaled", "native", "torch"]
@@ -79,6 +81,7 @@ class MuonOptions(TypedDict, total=False):
     """Of :class:`fused_optim.FusedMuon`, beside torch.optim.Muon's."""
 
     ns_dtype: torch.dtype | str
+    experts: bool
     momentum_dtype: torch.dtype | str | None
     exp_avg_dtype: torch.dtype | str | None
     exp_avg_sq_dtype: torch.dtype | str | None
@@ -301,4 +304,6 @@ def asks_for_another(key: str, asked: Any, own: Any) -> bool:
     """Whether a param group asks for another value of an option of the whole optimizer, in vain."""
     if key in IMPLEMENTATIONS or asked is None:
         return False
-    return bool((flag_of(key, asked) if isinstance(own, bool) else asked) != own)
+    if isinstance(own, bool):
+        return flag_of(key, asked) != own
+    return bool((as_dtype(asked) if isinstance(own, torch.dtype) else number_of(asked)) != own)

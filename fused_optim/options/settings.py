@@ -63,6 +63,12 @@ class Settings:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @property
+    def of_whole_optimizer(self) -> dict[str, Any]:
+        """What no param group has of its own, the short word ``master_bits`` included."""
+        bits = 0 if not self.master_weights else 24 if self.param_remainder_bits == 8 else 32
+        return {**self.as_dict(), "master_bits": bits}
+
+    @property
     def keeps_remainders(self) -> bool:
         """Whether BF16 parameters have remainders in place of masters."""
         if self.store_param_remainders is None:

@@ -202,8 +202,13 @@ class StateStore:
         """Create the states of ``param``, or of all that are not frozen: zero moments, masters equal to the parameters.
 
         Only where there are none. Moments that others have put into ``optimizer.state`` are adopted. ``remainders``
-        overrides the optimizer's ``store_param_remainders``.
+        overrides the optimizer's ``store_param_remainders``. Raises TypeError for a parameter that cannot be updated,
+        such as a thawed one of FP64; none have been created then.
         """
+        for index, (candidate, name) in enumerate(zip(self.params, self.names, strict=True)):
+            is_asked = candidate is param or (param is None and not self.is_frozen(candidate))
+            if is_asked and candidate not in self:
+                check_param(candidate, index, name)
         if param is None:
             self.offloading.choose_again()
         for group in self.groups:

@@ -16,6 +16,7 @@ from fused_optim.backends.compiled import load_kernels
 from fused_optim.decorators import callers_level
 from fused_optim.memory import copies
 from fused_optim.memory.layout import STEP
+from fused_optim.memory.replaced import replaced_by, times_replaced
 from fused_optim.options.checks import check_hyperparameters, check_update, describe
 from fused_optim.options.reading import read_group, whole_number_of
 from fused_optim.rule import Hyper
@@ -59,6 +60,7 @@ class Stepper:
         self._knows_offsets = False  # what `StateStore.exchange_offsets` finds
         self._left_out: set[int] | None = None  # what `_exchange_gradients` finds
         self._has_warned = False  # of choices without effect
+        self._times_replaced = 0  # when parameters were last compared with those that others have replaced
         self.ignored: dict[int, list[str]] = {}  # by param group: options of the whole optimizer that it was given
 
     @property
@@ -225,7 +227,12 @@ class Stepper:
         self._store.sync_params()
 
     def check_groups(self, groups: Sequence[Group]) -> None:
-        """Read what was written into running param groups as plain values. Raises ValueError or TypeError."""
+        """Read what was written into running param groups as plain values. Raises ValueError or TypeError.
+
+        RuntimeError where the model has other parameters in the places of some.
+        """
+        if self._times_replaced != times_replaced():
+            self._check_replaced()
         defaults, rule = self._store.defaults, self._store.rule
         for number, group in enumerate(groups):
             try:
@@ -239,6 +246,14 @@ class Stepper:
                 raise ValueError(f"param group {number} has no {error.args[0]!r} any more; {hint}") from error
             except (TypeError, ValueError) as error:
                 raise type(error)(f"param group {number}: {error}") from error
+
+    def _check_replaced(self) -> None:
+        now = times_replaced()
+        for index, (param, name) in enumerate(zip(self._store.params, self._store.names, strict=True)):
+            by = replaced_by(param)
+            if by is not None and not self._store.is_frozen(param):
+                raise RuntimeError(f"{describe(param, index, name)} is not the model's any more: {by}")
+        self._times_replaced = now
 
     def _checked_grads(self) -> list[Tensor]:
         """All gradients. Raises for those that cannot be used, and for hyperparameters."""

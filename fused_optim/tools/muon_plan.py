@@ -54,7 +54,8 @@ def optimizer_of(named: Sequence[tuple[str, Tensor]], muon: Collection[str], **o
     sorted_: dict[str, list[tuple[str, Tensor]]] = {"muon": [], "adamw": []}
     for name, param in named:
         sorted_["muon" if name in muon else "adamw"].append((name, param))
-    return FusedMuon([{"params": own, ALGORITHM: kind} for kind, own in sorted_.items() if own], **options)
+    groups = [{"params": own, ALGORITHM: kind} for kind, own in sorted_.items() if own]
+    return FusedMuon(groups, experts=True, **options)
 
 
 def muon_facts(named: Sequence[tuple[str, Tensor]], muon: Collection[str]) -> dict[str, Any]:

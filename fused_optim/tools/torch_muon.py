@@ -16,7 +16,13 @@ from fused_optim.state.param_state import ParamState
 from fused_optim.state.torch_form import torch_states
 
 # Of FusedMuon's param groups: what torch.optim.Muon does, which has no such keys.
-_ONLY_OURS: dict[str, Any] = {ALGORITHM: "muon", "ns_dtype": "bfloat16", "splits": None, "maximize": False}
+_ONLY_OURS: dict[str, Any] = {
+    ALGORITHM: "muon",
+    "ns_dtype": "bfloat16",
+    "splits": None,
+    "maximize": False,
+    "experts": False,
+}
 
 
 @functools.cache

@@ -46,14 +46,16 @@ def fused_rows(model: nn.Module | Mapping[str, Tensor], fused: Mapping[str, Mapp
     Args:
         model: whose tensors they go to, or its state dict.
         fused: the server's name of a layer -> the published names of those in it, in order, with their rows:
-            ``{"qkv_proj": {"q_proj": 4096, "k_proj": 1024, "v_proj": 1024}}``. Scales of blocks of rows, whose tensors
-            have fewer, lie in the same proportion.
+            ``{"qkv_proj": {"q_proj": 4096, "k_proj": 1024, "v_proj": 1024}}``. Of tensors with three dims (experts) the
+            rows of each expert. Scales of blocks of rows, whose tensors have fewer, lie in the same proportion.
+
+    The names raise ValueError for a tensor that is not so many rows of the server's.
     """
-    rows: dict[str, tuple[str, int, int]] = {}
+    rows: dict[str, tuple[str, int, int, int]] = {}
     for layer, parts in fused.items():
         before = 0
         for own, count in parts.items():
-            rows[own] = layer, before, sum(parts.values())
+            rows[own] = layer, before, count, sum(parts.values())
             before += count
     places = {own: (place, len(parts)) for parts in fused.values() for place, own in enumerate(parts)}
     shapes = {key: tuple(part.shape) for key, _, part in _named(model)}
@@ -63,7 +65,7 @@ def fused_rows(model: nn.Module | Mapping[str, Tensor], fused: Mapping[str, Mapp
         at = next((i for i, part in enumerate(path) if part in rows), None)
         if at is None:
             return None
-        layer, before, total = rows[path[at]]
+        layer, before, own, total = rows[path[at]]
         key = next(iter(_known_as(".".join([*path[:at], layer, *path[at + 1 :]]), shapes)), None)
         if key is None:
             return None
@@ -72,12 +74,27 @@ def fused_rows(model: nn.Module | Mapping[str, Tensor], fused: Mapping[str, Mapp
             if shapes[key] != (count,):
                 raise ValueError(f"{name}: {key} has shape {shapes[key]}, not a scale for each of {count} layers")
             return [Box(key, (0,) * len(shape), (place,), (1,))]
-        here = shapes[key][0]
-        if before * here % total:
-            raise ValueError(f"{name}: {before} rows of {total} are no whole rows of {key}, which has {here}")
-        return [Box(key, (0,) * len(shape), (before * here // total, *(0,) * (len(shape) - 1)), shape)]
+        return [_among_rows(name, shape, key, shapes[key], before, own, total)]
 
     return names
+
+
+def _among_rows(
+    name: str, shape: tuple[int, ...], key: str, here: tuple[int, ...], before: int, own: int, total: int
+) -> Box:
+    """Where ``own`` of ``total`` rows go, ``before`` of which come first, in a tensor of shape ``here``."""
+    dim = 1 if len(shape) == 3 else 0  # of experts, each has these rows
+    others = [sizes[:dim] + sizes[dim + 1 :] for sizes in (shape, here)]
+    rows = shape[dim], here[dim]
+    are_all = rows == (own, total) or (name.endswith("_scale") and rows[0] * total == rows[1] * own)
+    if others[0] != others[1] or not are_all:
+        text = f"{name} of shape {shape} is not {own} of the {total} rows of {key}, which has shape {here}"
+        raise ValueError(f"{text}: fused_rows is for whole tensors; other places are Boxes")
+    if before * rows[1] % total:
+        raise ValueError(f"{name}: {before} rows of {total} are no whole rows of {key}, which has {rows[1]}")
+    offsets = [0] * len(shape)
+    offsets[dim] = before * rows[1] // total
+    return Box(key, (0,) * len(shape), tuple(offsets), shape)
 
 
 def apply_changes(

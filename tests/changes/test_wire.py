@@ -363,6 +363,69 @@ def test_servers_that_fuse_layers(tmp_path: Path) -> None:
             assert torch.equal(server.state_dict()[name], value), name
 
 
+def _experts(**names: tuple[int, int]) -> nn.Module:
+    """Weights of 4 experts each, by name, with their rows and columns."""
+    model = nn.Module()
+    model.experts = nn.ParameterDict({name: nn.Parameter(torch.randn(4, *shape)) for name, shape in names.items()})
+    return model.to(torch.bfloat16)
+
+
+def test_servers_that_fuse_rows_of_each_expert(tmp_path: Path) -> None:
+    """As vLLM does with ``w13_weight``."""
+    torch.manual_seed(0)
+    model = _experts(w1=(6, 8), w2=(8, 6), w3=(6, 8))
+    server = _experts(w13_weight=(12, 8), w2=(8, 6))
+    optimizer = FusedAdamW(model.parameters(), lr=1e-3)
+    optimizer.track_changes()
+    optimizer.mark_changed()
+    names = fused_rows(server, {"w13_weight": {"w1": 6, "w3": 6}})
+    for step in range(3):
+        write_changes(optimizer.take_changes(model), tmp_path / "file", base=step, step=step + 1)
+        apply_changes(server, tmp_path / "file", base=step, names=names)
+        assert torch.equal(server.experts["w13_weight"][:, :6], model.experts["w1"])
+        assert torch.equal(server.experts["w13_weight"][:, 6:], model.experts["w3"])
+        assert torch.equal(server.experts["w2"], model.experts["w2"])
+        set_gradients(model, step)
+        optimizer.step()
+
+
+MISFITS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {  # what is published, and the server's
+    "spare experts": ((4, 6, 8), (8, 12, 8)),
+    "spare experts of that many rows": ((4, 6, 8), (8, 6, 8)),
+    "fewer experts": ((4, 6, 8), (2, 12, 8)),
+    "padded rows": ((4, 6, 8), (4, 16, 8)),
+    "other columns": ((6, 8), (12, 16)),
+    "some of the rows": ((3, 8), (12, 8)),
+    "other rows": ((3, 8), (6, 8)),
+    "matrices of experts": ((4, 48), (4, 12, 8)),
+    "matrices of experts, on both sides": ((4, 48), (8, 48)),
+}
+
+
+@pytest.mark.parametrize("published, here", MISFITS.values(), ids=MISFITS)
+def test_fused_rows_that_do_not_fit(published: tuple[int, ...], here: tuple[int, ...], tmp_path: Path) -> None:
+    file, server = tmp_path / "file", {"w13": torch.zeros(here)}
+    for name in ("w1", "w3"):
+        count = math.prod(published)
+        write_changes({name: Changes(torch.arange(count), torch.ones(count), published)}, file, base=0, step=1)
+        names = fused_rows(server, {"w13": {"w1": 6, "w3": 6}})
+        with pytest.raises(ValueError, match=rf"{name} of shape .* is not 6 of the 12 rows of w13"):
+            apply_changes(server, file, base=0, names=names)
+    assert not server["w13"].any()
+
+
+@pytest.mark.parametrize("experts", [(), (4,)], ids=str)
+@pytest.mark.parametrize("blocks", [1, 2, 6])
+def test_fused_scales_of_blocks_of_rows(experts: tuple[int, ...], blocks: int, tmp_path: Path) -> None:
+    file, server = tmp_path / "file", {"w13_scale_inv": torch.zeros(*experts, 2 * blocks, 3)}
+    own = torch.rand(*experts, blocks, 3)
+    changes = {"w3_scale": Changes(torch.arange(own.numel()), own.view(-1), tuple(own.shape))}
+    write_changes(changes, file, base=0, step=1)
+    apply_changes(server, file, base=0, names=fused_rows(server, {"w13_scale": {"w1_scale": 768, "w3_scale": 768}}))
+    expected = torch.cat([torch.zeros_like(own), own], dim=len(experts))
+    assert torch.equal(server["w13_scale_inv"], expected)
+
+
 class _SGLang:
     """What SGLang's updates do with named tensors: a loader by its name gets them all, ``load_weights`` whole ones."""
 

@@ -23,7 +23,13 @@ import cases
 import distributed
 from checkpoint_cases import FORMATS, Run
 from distributed import Part, assert_same, join_all, part
-from fused_optim import FusedAdam, load_optimizer_checkpoint, verify_checksums
+from fused_optim import (
+    FusedAdam,
+    export_optimizer_checkpoint,
+    load_optimizer_checkpoint,
+    save_master_safetensors,
+    verify_checksums,
+)
 from fused_optim.checkpoint import Checkpointer
 from fused_optim.checkpoint.storage import checksums
 from fused_optim.checkpoint.storage.manifest import FILE as MANIFEST
@@ -421,6 +427,18 @@ def pipeline_stages(folder: str) -> None:
     for own, loaded in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(own, loaded)
         assert torch.equal(optimizer.state[own]["exp_avg"], other_optimizer.state[loaded]["exp_avg"])
+
+
+def test_model_and_optimizer_exchanged(tmp_path: Path) -> None:
+    model, optimizer = build(REM16, torch.int8)
+    other: Any = torch.optim.AdamW(model.parameters())
+    for call in (Checkpointer, load_optimizer_checkpoint, export_optimizer_checkpoint, save_master_safetensors):
+        for given in ((optimizer, model), (other, model), (str(tmp_path), model), (model, model)):
+            with pytest.raises(
+                (TypeError, RuntimeError), match="expected a model and its optimizer, in this order, got"
+            ):
+                call(*given, tmp_path)  # type: ignore[operator]
+    assert not [*tmp_path.iterdir()]
 
 
 def test_pipeline_stages(tmp_path: Path) -> None:

@@ -70,6 +70,10 @@ class Server:
         is_late = time.monotonic() - self._written.get(key[1].decode(), 0) < self.lag
         return b" " * len(match[0]) if is_late else match[0]
 
+    def settle(self) -> None:
+        """What was written until now is listed, whatever ``lag`` is."""
+        self._written.clear()
+
     def stop(self) -> None:
         self._server.shutdown()
 
@@ -196,6 +200,17 @@ def test_listings_that_are_late(server: Server) -> None:
     with Checkpointer(model, optimizer, folder, readonly=True) as reader:
         numbers = [found.manifest.number for found in reader._list() if found.manifest is not None]
     assert numbers == sorted(set(numbers), reverse=True) and len(numbers) >= 2
+
+
+def test_listings_that_are_late_for_some_files_of_a_folder(server: Server) -> None:
+    """The client keeps a listing that is not empty, and would answer from it for files that it lacks."""
+    folder = folder_at("s3://bucket/partly")
+    folder.write("first", b"1")
+    server.settle()
+    server.lag = 60.0
+    folder.write("second", b"22")
+    assert folder.sizes() == {"first": 1}
+    assert (folder.size("first"), folder.size("second"), folder.size("third")) == (1, 2, None)
 
 
 def test_pins_go_over_to_the_step_that_is_saved_again(server: Server) -> None:

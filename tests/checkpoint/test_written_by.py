@@ -98,6 +98,7 @@ def load_and_step(way: str, folder: str) -> list[dict[str, Part]]:
     (group,) = optimizer.param_groups
     assert (group["step"], group["lr"], tuple(group["betas"])) == (1, written.LR, written.BETAS)
     loaded = masters_and_moments(model, optimizer)
+    group["eps"] = 1e-16  # of 0 in older checkpoints, which steps refuse by now
     written.step(model, optimizer)
     return [loaded, masters_and_moments(model, optimizer)]
 

@@ -88,7 +88,7 @@ def test_double_precision(options: dict[str, Any], name: str) -> None:
     given = {"momentum": 0.95, "weight_decay": 0.1, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": None, **options}
     beta, sign = given["momentum"], -1.0 if options.get("maximize") else 1.0
     with backend(name):
-        optimizer = FusedMuon(params(), lr=0.01, ns_dtype="float32", **options)
+        optimizer = FusedMuon(params(), experts=True, lr=0.01, ns_dtype="float32", **options)
         exact = [param.detach().double().numpy().copy() for param in optimizer.store.params]
         buffers = [np.zeros_like(x) for x in exact]
         for number in range(4):
@@ -117,7 +117,7 @@ def test_torchs(dtype: torch.dtype, options: dict[str, Any]) -> None:
     """Both make products in BF16, whose sums are off by 2^-9 each. Masters follow the FP32 parameters of torch's."""
     ours = params(dtype, SHAPES[:MATRICES])
     theirs = [nn.Parameter(param.detach().float()) for param in ours]
-    optimizer = FusedMuon(ours, lr=0.01, **options)
+    optimizer = FusedMuon(ours, experts=True, lr=0.01, **options)
     reference = torch.optim.Muon(theirs, lr=0.01, **options)
     start = [param.detach().clone() for param in theirs]
     for number in range(4):
@@ -172,6 +172,7 @@ def test_the_engine_is_the_reference(fmt: Format, master: Master, device: str) -
             optimizer = FusedMuon(
                 params(master.param_dtype, device=device),
                 lr=0.01,
+                experts=True,
                 momentum_dtype=fmt.dtype,
                 ns_dtype=products,
                 **master.options,
@@ -183,8 +184,8 @@ def test_the_engine_is_the_reference(fmt: Format, master: Master, device: str) -
 
 @pytest.mark.parametrize("ns_dtype", ["bfloat16", "float16", "float32", torch.float32], ids=str)
 def test_dtypes_of_products(ns_dtype: Any) -> None:
-    optimizer = FusedMuon(params(), lr=0.01, ns_dtype=ns_dtype)
-    exact = FusedMuon(params(), lr=0.01, ns_dtype="float32")
+    optimizer = FusedMuon(params(), experts=True, lr=0.01, ns_dtype=ns_dtype)
+    exact = FusedMuon(params(), experts=True, lr=0.01, ns_dtype="float32")
     steps(optimizer, range(2))
     steps(exact, range(2))
     error = max(float((a - b).detach().abs().max()) for a, b in zip(optimizer.store.params, exact.store.params))
@@ -234,6 +235,7 @@ def test_adamw_beside_it_is_fused_adamw() -> None:
         [{"params": hidden}, {"params": vectors, "algorithm": "adamw", "lr": 0.003, "betas": (0.8, 0.9)}],
         weight_decay=0.2,
         state_dtype="bfloat16",
+        experts=True,
     )
     reference = FusedAdamW(alone, lr=0.003, betas=(0.8, 0.9), weight_decay=0.2, state_dtype="bfloat16")
     reference.store.rounding_numbers = lambda: [4, 5]  # as the fifth and sixth parameter
@@ -250,7 +252,9 @@ def test_adamw_beside_it_is_fused_adamw() -> None:
 
 
 def test_groups_have_their_own_keys() -> None:
-    optimizer = FusedMuon([{"params": params()}, {"params": params(F32, [(4,)]), "algorithm": "adamw"}])
+    optimizer = FusedMuon(
+        [{"params": params(), "experts": True}, {"params": params(F32, [(4,)]), "algorithm": "adamw"}]
+    )
     muon, adamw = (set(group) for group in optimizer.param_groups)
     assert {"momentum", "ns_steps", "momentum_dtype", "splits"} <= muon and not {"betas", "exp_avg_dtype"} & muon
     assert {"betas", "exp_avg_dtype", "exp_avg_sq_dtype"} <= adamw and not {"momentum", "ns_steps", "splits"} & adamw
@@ -267,7 +271,7 @@ def test_parameters_that_are_no_matrices(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"parameter 1 \('b', shape .*two dims") as caught:
         FusedMuon([("a", params()[0]), ("b", wrong)])
     assert str(shape) in str(caught.value)
-    optimizer = FusedMuon(params())
+    optimizer = FusedMuon(params(), experts=True)
     with pytest.raises(ValueError, match="two dims"):
         optimizer.add_param_group({"params": [wrong]})
     assert len(optimizer.param_groups) == 1
@@ -294,7 +298,7 @@ def test_parameters_that_are_no_matrices(shape: tuple[int, ...]) -> None:
 )
 def test_options_that_cannot_be(options: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError), match=next(iter(options))):
-        FusedMuon(params(), **options)
+        FusedMuon(params(), experts=True, **options)
 
 
 def test_groups_that_cannot_be() -> None:
@@ -303,7 +307,7 @@ def test_groups_that_cannot_be() -> None:
         ({"splits": (3, 4)}, "splits"),
         ({"splits": (3, 0, 3)}, "splits"),
     ):
-        optimizer = FusedMuon(params())
+        optimizer = FusedMuon(params(), experts=True)
         with pytest.raises((TypeError, ValueError), match=match):
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(6, 8))], **wrong})
         assert len(optimizer.param_groups) == 1
@@ -311,7 +315,7 @@ def test_groups_that_cannot_be() -> None:
 
 @pytest.mark.parametrize(("first", "then", "missing"), [("muon", "adamw", "betas"), ("adamw", "muon", "momentum")])
 def test_an_algorithm_written_into_a_running_group(first: str, then: str, missing: str) -> None:
-    optimizer = FusedMuon([{"params": params(), "algorithm": first}])
+    optimizer = FusedMuon([{"params": params(), "algorithm": first}], experts=True)
     steps(optimizer, range(1))
     before = [tensor.clone() for tensor in contents(optimizer)]
     optimizer.param_groups[0]["algorithm"] = then
@@ -412,7 +416,7 @@ def test_diagnostics_of_gradients_that_are_not_finite(value: float) -> None:
 
 @pytest.mark.parametrize("copied", ["pickle", "deepcopy"])
 def test_copies_go_on(copied: str) -> None:
-    optimizer = FusedMuon(params(BF16), momentum_dtype="int8")
+    optimizer = FusedMuon(params(BF16), experts=True, momentum_dtype="int8")
     steps(optimizer, range(2))
     again = pickle.loads(pickle.dumps(optimizer)) if copied == "pickle" else copy.deepcopy(optimizer)
     steps(optimizer, range(2, 4))
@@ -422,7 +426,8 @@ def test_copies_go_on(copied: str) -> None:
 
 def mixed(dtype: torch.dtype, **options: Any) -> FusedMuon:
     return FusedMuon(
-        [{"params": params(dtype)}, {"params": params(dtype, [(9,), (8, 64)]), "algorithm": "adamw"}], **options
+        [{"params": params(dtype), "experts": True}, {"params": params(dtype, [(9,), (8, 64)]), "algorithm": "adamw"}],
+        **options,
     )
 
 
@@ -442,12 +447,12 @@ def test_state_dicts(form: str, fmt: Format) -> None:
 
 
 def test_state_dicts_of_others() -> None:
-    state_dict = FusedMuon(params(), lr=0.5).state_dict()
+    state_dict = FusedMuon(params(), experts=True, lr=0.5).state_dict()
     for other in (FusedAdam(params()), FusedLion(params())):
         with pytest.raises(ValueError, match="muon"):
             other.load_state_dict(copy.deepcopy(state_dict))
         with pytest.raises(ValueError, match="muon"):
-            FusedMuon(params()).load_state_dict(other.state_dict())
+            FusedMuon(params(), experts=True).load_state_dict(other.state_dict())
     theirs = params(F32, SHAPES[:MATRICES])
     reference = torch.optim.Muon(theirs, lr=0.01)
     steps(reference, range(2))
@@ -492,7 +497,9 @@ def test_converted_checkpoints(layout: Any, tmp_path: Path) -> None:
 
     def optimizer_of(model: nn.ParameterDict) -> FusedMuon:
         named = [*model.named_parameters()]
-        return FusedMuon([{"params": named[:4]}, {"params": named[4:], "algorithm": "adamw"}], state_dtype="int8")
+        return FusedMuon(
+            [{"params": named[:4], "experts": True}, {"params": named[4:], "algorithm": "adamw"}], state_dtype="int8"
+        )
 
     optimizer = optimizer_of(model)
     steps(optimizer, range(2))
@@ -532,7 +539,9 @@ def test_lions_checkpoints_are_converted(tmp_path: Path) -> None:
 
 def test_clipping_and_scaled_gradients() -> None:
     """Both are in the first pass: the direction is the same, since its length is divided out."""
-    plain, clipped, scaled = (FusedMuon(params(), lr=0.01, momentum=0.0, ns_dtype="float32") for _ in range(3))
+    plain, clipped, scaled = (
+        FusedMuon(params(), experts=True, lr=0.01, momentum=0.0, ns_dtype="float32") for _ in range(3)
+    )
     steps(plain, range(1))
     for i, param in enumerate(clipped.store.params):
         param.grad = values(tuple(param.shape), F32, "cpu", seed=i)
@@ -563,21 +572,23 @@ def test_skipped_steps_change_nothing() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0, 4, 8), (3, 0, 8)], ids=str)
 def test_parameters_without_elements(shape: tuple[int, ...]) -> None:
-    optimizer, alone = (FusedMuon([*params(), *more]) for more in ([nn.Parameter(torch.zeros(shape))], []))
+    optimizer, alone = (
+        FusedMuon([*params(), *more], experts=True) for more in ([nn.Parameter(torch.zeros(shape))], [])
+    )
     steps(optimizer, range(2))
     steps(alone, range(2))
     assert all(map(torch.equal, optimizer.store.params[:-1], alone.store.params))
 
 
 def test_flags_as_text() -> None:
-    text, plain = (FusedMuon(params(), lr=0.01, nesterov=value) for value in ("false", False))  # type: ignore[arg-type]
+    text, plain = (FusedMuon(params(), experts=True, lr=0.01, nesterov=value) for value in ("false", False))  # type: ignore[arg-type]
     steps(text, range(2))
     steps(plain, range(2))
     assert all(map(same_bits, contents(text), contents(plain)))
 
 
 def test_frozen_parameters_and_missing_gradients() -> None:
-    optimizer = FusedMuon(params(), lr=0.01)
+    optimizer = FusedMuon(params(), experts=True, lr=0.01)
     first, second = optimizer.store.params[:2]
     first.requires_grad_(False)
     second.grad = torch.ones_like(second)
@@ -589,7 +600,7 @@ def test_frozen_parameters_and_missing_gradients() -> None:
 
 def test_written_parameters_are_followed() -> None:
     """Written as BF16 values, the next step starts there."""
-    optimizer = FusedMuon(params(BF16), lr=0.0, weight_decay=0.0)
+    optimizer = FusedMuon(params(BF16), experts=True, lr=0.0, weight_decay=0.0)
     steps(optimizer, range(1))
     param = optimizer.store.params[0]
     with torch.no_grad():
@@ -599,7 +610,7 @@ def test_written_parameters_are_followed() -> None:
 
 
 def test_compiled_steps() -> None:
-    eager, compiled = (FusedMuon(params(), lr=0.01) for _ in range(2))
+    eager, compiled = (FusedMuon(params(), experts=True, lr=0.01) for _ in range(2))
     step = torch.compile(compiled.step, backend="eager")
     for number in range(2):
         for i, (mine, other) in enumerate(zip(eager.store.params, compiled.store.params, strict=True)):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fused_optim import FusedMuon, muon_param_groups
+from fused_optim import FusedAdamW, FusedMuon, muon_param_groups
 from fused_optim.quantized import Float8CurrentScaling, quantize_model_
 
 
@@ -105,3 +105,41 @@ def test_options_and_the_optimizer() -> None:
     optimizer = FusedMuon(groups, lr=0.1)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
     assert optimizer.param_groups[0]["param_names"][0] == "layers.0.q_proj.weight"
+    assert [group.get("experts") for group in groups] == [True, None]
+    assert not any("experts" in group for group in muon_param_groups(Model()))
+    assert FusedMuon(groups).param_groups[0] is groups[0]  # again
+
+
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.ConvTranspose1d, nn.Conv2d, nn.Conv3d])
+@pytest.mark.parametrize("normed", [False, True])
+def test_convolutions_are_no_experts(kind: type[nn.Conv1d], normed: bool) -> None:
+    """Whatever they are called, and inside of other modules: of three dims, they would pass for experts."""
+    model = Model(moe=True)
+    layer = kind(4, 8, 3)  # type: ignore[arg-type]
+    model.layers[0].experts.conv = nn.utils.parametrizations.weight_norm(layer) if normed else layer
+    weights = {name for name, param in model.named_parameters() if ".conv." in name and param.dim() > 1}
+    with pytest.raises(ValueError, match=r"cannot tell .* layers\.0\.experts\.conv\..*weight"):
+        muon_param_groups(model)
+    with pytest.raises(ValueError, match="a convolution's weight is no matrix for Muon"):
+        muon_param_groups(model, muon=["*.conv.*"])
+    found = sorted_names(model, adamw=["*.conv.*"])
+    assert weights <= found["adamw"] and "layers.0.experts.down" in found["muon"]
+    model.patch_embed, model.layers[0].experts.conv = layer, nn.Identity()
+    assert "patch_embed.weight" in sorted_names(model)["adamw"] or normed  # embeddings are AdamW's, as before
+
+
+@pytest.mark.parametrize("asked", [None, False, True, "true"])
+def test_three_dims_are_asked_for(asked: bool | str | None) -> None:
+    conv, linear, vector = nn.Conv1d(4, 4, 3).weight, nn.Linear(4, 4).weight, nn.Linear(4, 4).bias
+    words = {} if asked is None else {"experts": asked}
+    for group in ({"params": [linear, conv], **words}, {"params": [("linear", linear), ("conv", conv)], **words}):
+        if asked in (None, False):
+            with pytest.raises(ValueError, match=r"parameter 1 \(.*shape \(4, 4, 3\).*three dims: say experts=True"):
+                FusedMuon([group])
+            with pytest.raises(ValueError, match="three dims"):
+                FusedMuon(group["params"], **words)  # type: ignore[arg-type]
+        else:
+            FusedMuon(group["params"], **words)  # type: ignore[arg-type]
+            FusedMuon(FusedMuon([group]).param_groups)
+    FusedMuon([{"params": [linear]}, {"params": [vector, conv], "algorithm": "adamw"}])
+    FusedAdamW([{"params": [conv], "experts": "a user's own key"}])

@@ -26,7 +26,7 @@ def make(device: str, fmt: Format, master: Master, **options: Any) -> FusedMuon:
     matrices = [nn.Parameter(values(shape, master.param_dtype, device, seed=i)) for i, shape in enumerate(SHAPES)]
     vector = nn.Parameter(values(VECTOR, master.param_dtype, device, seed=9))
     groups = [{"params": matrices}, {"params": [vector], "algorithm": "adamw", "lr": 1e-3}]
-    return FusedMuon(groups, lr=0.01, **{"state_dtype": fmt.dtype, **master.options, **options})
+    return FusedMuon(groups, lr=0.01, experts=True, **{"state_dtype": fmt.dtype, **master.options, **options})
 
 
 def give_gradients(optimizer: FusedMuon, step: int) -> None:

@@ -35,7 +35,7 @@ def trained(mesh: DeviceMesh | None, experts: dict[int, DeviceMesh | None], buck
         full = gradient(DENSE if name.startswith("dense") else EXPERT, seeds[name]) * 0.1
         placed[name] = nn.Parameter(full if own is None else distributed.shard(full, own, [Shard(0)]))
     with mock.patch.object(shards, "BUCKET_BYTES", bucket):
-        optimizer = FusedMuon([*placed.items()], lr=0.02, momentum_dtype="int8")
+        optimizer = FusedMuon([*placed.items()], lr=0.02, experts=True, momentum_dtype="int8")
         for step in range(3):
             for name, param in placed.items():
                 full = gradient(tuple(param.shape), 100 * (step + 1) + seeds[name])

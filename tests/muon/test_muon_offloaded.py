@@ -22,7 +22,7 @@ def trained(fraction: float) -> tuple[list[Part], list[bool]]:
     torch.manual_seed(0)
     params = [nn.Parameter(shard(torch.randn(shape), mesh(), [Shard(0)])) for shape in SHAPES]
     with mock.patch.object(host_states, "OFFLOADED_FROM", ("cuda", "cpu")):
-        optimizer = FusedMuon(params, lr=0.1, offload_states=True, offload_fraction=fraction)
+        optimizer = FusedMuon(params, lr=0.1, experts=True, offload_states=True, offload_fraction=fraction)
         for _ in range(3):
             for param in params:
                 param.grad = shard(torch.randn(param.shape), mesh(), [Shard(0)])

@@ -73,7 +73,7 @@ def build(how: str, dtype: torch.dtype, **options: Any) -> tuple[nn.ParameterDic
         {"params": [("split", model["split"])], "splits": (16, 24, 8), "ns_dtype": "float16"},  # sent by itself
         {"params": [("vector", model["vector"])], "algorithm": "adamw"},
     ]
-    return model, FusedMuon(groups, lr=0.02, **options)
+    return model, FusedMuon(groups, lr=0.02, experts=True, **options)
 
 
 def place(full: Tensor, how: str) -> Tensor:
@@ -316,7 +316,7 @@ def save_adamw(folder: str, form: str) -> dict[str, Part]:
 
 def go_on_with_muon(folder: str) -> tuple[dict[str, Part], tuple[str, ...]]:
     model, _ = build("rows", BF16)
-    optimizer = FusedMuon(groups_of(model, "muon"), lr=0.02, state_dtype="int8")
+    optimizer = FusedMuon(groups_of(model, "muon"), experts=True, lr=0.02, state_dtype="int8")
     with Checkpointer(model, optimizer, folder) as checkpointer:
         with pytest.raises(ValueError, match="adam"):
             checkpointer.load(1)
@@ -331,7 +331,7 @@ def go_on_with_muon(folder: str) -> tuple[dict[str, Part], tuple[str, ...]]:
 
 def back_to_adamw(folder: str) -> dict[str, Part]:
     model, _ = build("rows", BF16)
-    muon = FusedMuon(groups_of(model, "muon"), lr=0.02)
+    muon = FusedMuon(groups_of(model, "muon"), experts=True, lr=0.02)
     train(model, muon, "rows", range(2))
     saved = parts(model, muon)
     dcp.save({"optimizer": get_optimizer_state_dict(model, muon)}, checkpoint_id=folder)

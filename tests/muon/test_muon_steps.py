@@ -36,7 +36,7 @@ def described() -> Iterator[list[int]]:
 
 def make(device: str, **options: object) -> FusedMuon:
     params = [nn.Parameter(values(shape, torch.bfloat16, device, seed=i)) for i, shape in enumerate(SHAPES)]
-    return FusedMuon(params, lr=0.02, **{"state_dtype": "int8", **options})  # type: ignore[arg-type]
+    return FusedMuon(params, lr=0.02, experts=True, **{"state_dtype": "int8", **options})  # type: ignore[arg-type]
 
 
 def step(optimizer: FusedMuon, number: int, but: int = -1) -> None:

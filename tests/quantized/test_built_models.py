@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fused_optim import FusedAdam, FusedMuon
+from fused_optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon, enable_gradient_release, muon_param_groups
 from fused_optim.quantized import (
     Float8CurrentScaling,
     KeptWeight,
     MXFP8BlockScaling,
     QuantizedTensor,
     UsualLayers,
+    dequantize_model_,
     quantize_model_,
     quantized_model_init,
 )
@@ -169,3 +171,98 @@ def test_nothing_is_quantized_where_one_model_cannot_be() -> None:
         with pytest.raises(TypeError, match="float64"), quantized_model_init(recipe, filter_fn):
             model, other = net(), nn.Sequential(nn.Linear(32, 32, dtype=torch.float64))
         assert not quantized_names(model) and not quantized_names(other)
+
+
+# --- optimizers of before -------------------------------------------------------------------------------------------
+
+
+MAKE: dict[str, Callable[[nn.Module], Any]] = {
+    "AdamW": lambda model: FusedAdamW(model.named_parameters()),
+    "Lion": lambda model: FusedLion(model.named_parameters()),
+    "Muon": lambda model: FusedMuon(muon_param_groups(model)),
+    "skipping": lambda model: FusedAdamW(model.named_parameters(), skip_nonfinite=True),
+}
+
+
+def trained(model: nn.Module, optimizer: Any) -> None:
+    model(torch.ones(2, 32)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("make", MAKE)
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("stale", [False, True])
+def test_optimizers_hold_no_weights_that_were_quantized_since(make: str, started: bool, stale: bool) -> None:
+    """Only biases would be trained: the weights get no gradients any more, or keep those of before."""
+    model = net()
+    optimizer = MAKE[make](model)
+    if started:
+        trained(model, optimizer)
+    if stale:
+        model(torch.ones(2, 32)).sum().backward()
+    quantize_model_(model, SCALED)
+    biases = [param.detach().clone() for param in (model[0].bias, model[2].bias)]
+    model(torch.ones(2, 32)).sum().backward()
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"parameter 0 \('0.weight', .*: quantize_model_ has replaced it; make the"
+        ):
+            optimizer.step()
+    assert all(map(torch.equal, biases, (model[0].bias, model[2].bias)))
+    assert bool(optimizer.state) == started
+    trained(model, MAKE[make](model))
+    other = net()
+    trained(other, MAKE[make](other))  # of a model that nobody has quantized
+
+
+def test_gradient_release_of_weights_that_were_quantized_since() -> None:
+    model = net()
+    optimizer = FusedAdamW(model.named_parameters())
+    trained(model, optimizer)
+    release = enable_gradient_release(model, optimizer)
+    quantize_model_(model, SCALED)
+    with pytest.raises(RuntimeError, match="quantize_model_ has replaced it"):
+        model(torch.ones(2, 32)).sum().backward()
+        optimizer.step()
+    release.disable()
+
+
+@pytest.mark.parametrize("recipe", [SCALED, KEPT])
+def test_optimizers_hold_no_weights_that_were_made_plain_since(recipe: Float8CurrentScaling) -> None:
+    for given in (True, False):
+        model = quantize_model_(net(), recipe)
+        optimizer, other = FusedAdamW(model.named_parameters()), FusedAdamW([model[2].weight, model[2].bias])
+        trained(model, optimizer)
+        dequantize_model_(model, *([optimizer] if given else []))
+        if given:
+            trained(model, optimizer)
+            optimizer = other
+        with pytest.raises(
+            RuntimeError, match=r"parameter 0 .*: dequantize_model_ has replaced it; give it the optimizer"
+        ):
+            trained(model, optimizer)
+
+
+def test_frozen_weights_may_be_quantized_later() -> None:
+    """As the base of adapters: nobody trains them."""
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = FusedAdamW(model.named_parameters())
+    quantize_model_(model, SCALED, lambda _, name: name == "0")
+    before = model[2].weight.detach().clone()
+    trained(model, optimizer)
+    assert not torch.equal(before, model[2].weight)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_sharded_models_that_were_made_plain_since() -> None:
+    model = quantize_model_(net(), SCALED)
+    fully_shard(model)
+    optimizer = FusedAdamW(model.named_parameters())
+    trained(model, optimizer)
+    dequantize_model_(model)
+    with pytest.raises(RuntimeError, match=r"'0.weight', .*placements .*dequantize_model_ has replaced it"):
+        trained(model, optimizer)
+    optimizer = FusedAdamW(model.named_parameters())
+    trained(model, optimizer)

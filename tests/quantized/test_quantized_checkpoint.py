@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from contextlib import nullcontext
 from datetime import timedelta
@@ -23,8 +24,13 @@ from checkpoint_cases import STAGERS, WAYS, let_write, start_save
 from distributed import Part, assert_same, join_all, long, on_each_device
 from fused_optim import FusedAdamW, export_optimizer_checkpoint, load_optimizer_checkpoint, save_master_safetensors
 from fused_optim.checkpoint import Checkpointer
+from fused_optim.checkpoint.reading import reader
+from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
+from fused_optim.checkpoint.storage import threads
+from fused_optim.checkpoint.storage.folders import folder_at
 from fused_optim.memory.layout import MASTER
 from fused_optim.quantized import QuantizedTensor, finish_initialization, quantize_model_
+from fused_optim.quantized.tensor import operations
 from pairwise import each_once_with
 from quantized_cases import RECIPES, Run, parameter_parts, perceptron, plain_model, same_components, weight_of
 from recipe_checks import END, SAVED_AT, check_checkpoints, load, save, straight
@@ -330,6 +336,40 @@ def test_saves_before_the_first_step_hold_the_initial_values(ranks: tuple[int, i
             _, expected = straight(ALL, on)[recipe]
             joined = join_all([result[recipe] for result in results])
             assert_same(joined, {name: expected[name] for name in joined})
+
+
+def save_weight(recipe: str, folder: str) -> None:
+    """Of many rows, so that ranks cut each recipe's blocks nowhere."""
+    layer = nn.Linear(128, 512, bias=False, dtype=torch.bfloat16)
+    model = quantize_model_(nn.Sequential(layer), RECIPES[recipe])
+    fully_shard(model, mesh=distributed.mesh())
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("recipe", ["current", "delayed", "nvfp4"])  # with scales of whole weights
+def test_threads_that_read_parts_of_one_weight(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them have looked at the weight before one has written into it, as waits for a GPU let them."""
+    distributed.run(4, save_weight, recipe, str(tmp_path))
+    rescales = operations._rescales
+
+    def rescales_late(*weights: QuantizedTensor) -> bool:
+        found = rescales(*weights)
+        time.sleep(0.1)
+        return found
+
+    monkeypatch.setattr(operations, "_rescales", rescales_late)
+    monkeypatch.setattr(threads, "threads_to_read", lambda: 4)
+    monkeypatch.setattr(reader, "threads_to_read", lambda: 4)
+    model = nn.Sequential(nn.Linear(128, 512, bias=False, dtype=torch.bfloat16))
+    nn.init.ones_(model[0].weight)  # other scales
+    quantize_model_(model, RECIPES[recipe])
+    DcpFolder(folder_at(tmp_path)).load(model.state_dict())
+    weight = model[0].weight
+    assert not weight.is_pending and weight.shared.loaded == ()
+    whole = {"0.weight": QuantizedTensor.empty(weight.recipe, weight.shape, weight.dtype, weight.device)}
+    dcp.load(whole, checkpoint_id=str(tmp_path), no_dist=True)
+    assert same_components(weight.detach(), whole["0.weight"])
 
 
 @pytest.mark.parametrize("saved", [[0], [0, 2], [3]], ids=str)

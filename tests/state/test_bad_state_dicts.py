@@ -240,6 +240,20 @@ def test_linear_schedules_end_there() -> None:
     assert [g["lr"] for g in fresh.param_groups] == [g["lr"] for g in optimizer.param_groups]
 
 
+def test_an_eps_that_is_too_small_is_loaded_and_refused_by_the_next_step() -> None:
+    """Before which it can be changed."""
+    model, optimizer = build("float32", torch.float32)
+    state_dict = optimizer.state_dict()
+    for group in state_dict["param_groups"]:
+        group["eps"] = 0.0
+    optimizer.load_state_dict(state_dict)
+    with pytest.raises(ValueError, match=r"param group 0: eps: expected at least 2\.7e-17 where"):
+        train(model, optimizer, range(1))
+    for group in optimizer.param_groups:
+        group["eps"] = 1e-15
+    train(model, optimizer, range(1))
+
+
 def test_dtypes_may_have_any_spelling() -> None:
     _, optimizer = build("float32", torch.float32)
     state_dict = optimizer.state_dict()

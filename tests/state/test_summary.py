@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import warnings
 from collections.abc import Iterator
@@ -241,6 +242,44 @@ def test_options_of_the_whole_optimizer_in_a_group_warn() -> None:
     with warned() as texts:
         step(FusedAdamW(groups))
     assert len(texts) == 1 and texts[0].startswith("param group 1: store_param_remainders has no effect there")
+
+
+# An option, its value in one param group, the same as the optimizer's spelled otherwise, and another's.
+OF_THE_WHOLE: dict[str, tuple[Any, Any]] = {
+    "capturable": ("false", True),
+    "master_weights": ("true", False),
+    "master_weight_dtype": ("fp32", "fp16"),
+    "store_param_remainders": (None, True),
+    "param_remainder_bits": ("16", 8),
+    "master_bits": ("32", 24),
+    "stochastic_rounding": (1, False),
+    "seed": ("0", 1),
+    "use_decoupled_grad": ("False", True),
+    "skip_nonfinite": (0, True),
+    "unscales_gradients": ("True", False),
+    "offload_states": (False, True),
+    "offload_fraction": ("1.0", 0.5),
+    "checkpoint_format": ("unscaled", "native"),
+    "checkpoint_device": (None, "cpu"),
+    "set_grad_none": (None, True),
+}
+
+
+def test_each_option_of_the_whole_optimizer_in_a_group_warns() -> None:
+    groups = {"state_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "bias_correction", "maximize"}  # have their own
+    torchs = {"fused", "foreach", "differentiable", "decoupled_weight_decay", "adam_w_mode"}
+    signature = inspect.signature(FusedAdamW).parameters
+    by_keyword = {name for name, each in signature.items() if each.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert by_keyword - groups - torchs == OF_THE_WHOLE.keys()
+    for option, (same, other) in OF_THE_WHOLE.items():
+        params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4))]
+        with warned() as texts:
+            step(FusedAdamW([{"params": params[:1], option: same}, {"params": params[1:], option: other}]))
+        assert len(texts) == 1 and texts[0].startswith(f"param group 1: {option} has no effect there"), (option, texts)
+    with warned() as texts:
+        step(FusedAdamW([{"params": params, "master_bits": 24}], master_bits=24))
+        step(FusedAdamW([{"params": params, "master_bits": 0}], master_bits=0))
+    assert not texts
 
 
 def test_drop_in_classes_that_drop_remainders_do_not_warn() -> None:

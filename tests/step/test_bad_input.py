@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from cases import values
-from fused_optim import FusedAdam, FusedAdamW
+from fused_optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon, save_master_safetensors
 
 SECRET = 77777.0  # fills tensors: must not be seen in a message
 
@@ -49,8 +51,11 @@ OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"betas": (0.9, float("nan"))}, ValueError, r"betas\[1\]"),
     ({"amsgrad": True}, ValueError, "amsgrad=True is not supported: use torch.optim.AdamW"),
     ({"exp_avg_dtype": torch.float64}, ValueError, "exp_avg_dtype: expected one of .*torch.int8.*, got torch.float64"),
-    ({"exp_avg_sq_dtype": "int3"}, ValueError, "exp_avg_sq_dtype: expected one of .*, got int3"),
-    ({"exp_avg_dtype": "nn"}, ValueError, "exp_avg_dtype: expected one of .*, got nn"),
+    ({"exp_avg_sq_dtype": "int3"}, ValueError, "exp_avg_sq_dtype: expected one of .*, got 'int3'"),
+    ({"exp_avg_dtype": ""}, ValueError, "exp_avg_dtype: expected one of .*, got ''"),
+    ({"state_dtype": "int-8"}, ValueError, "state_dtype: expected one of .*, got 'int-8'"),
+    ({"state_dtype": ""}, ValueError, "state_dtype: expected one of .*, got ''"),
+    ({"exp_avg_dtype": "nn"}, ValueError, "exp_avg_dtype: expected one of .*, got 'nn'"),
 ]
 GLOBAL_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"master_weight_dtype": "bfloat16"}, ValueError, "master_weight_dtype=bfloat16: .*torch.float32"),
@@ -78,7 +83,7 @@ def test_option(kind: Callable[..., FusedAdam], options: dict[str, Any], error: 
 def test_option_of_a_group(options: dict[str, Any], error: type[Exception], message: str) -> None:
     """Refused in the constructor, by add_param_group, which adds nothing, and by the next step, which does nothing.
 
-    But a step takes a learning rate below zero, as torch's do: schedulers end there by rounding.
+    But a step takes a learning rate and weight decay below zero, as torch's do: schedules end there by rounding.
     """
     first, second = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
     with pytest.raises(error, match=message):
@@ -91,11 +96,32 @@ def test_option_of_a_group(options: dict[str, Any], error: type[Exception], mess
     first.grad, second.grad = torch.ones_like(first), torch.ones_like(second)
     optimizer.step()
     optimizer.param_groups[1].update(options)
-    if message.startswith("lr: expected a finite number >= 0") and float(options["lr"]) < 0.0:
+    if re.match("(lr|weight_decay): expected a finite", message) and min(options.values()) < 0.0:
         optimizer.step()
         return
     with unchanged(optimizer), pytest.raises(error, match=f"^param group 1: {message}"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, FusedAdamW, FusedLion, FusedMuon])
+def test_a_model_in_the_place_of_its_parameters(kind: Callable[..., Any]) -> None:
+    for model in (
+        nn.Linear(2, 2),
+        nn.Sequential(nn.Linear(2, 2)),
+        nn.ParameterDict({"a": nn.Parameter(torch.ones(3))}),
+    ):
+        with pytest.raises(TypeError, match=rf"got a {type(model).__name__}: pass model\.parameters\(\)"):
+            kind(model)
+    params = nn.ParameterList([nn.Parameter(torch.ones(3, 3))])  # torch's go through it
+    assert kind(params).param_groups[0]["params"] == list(params)
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, FusedAdamW, FusedLion, FusedMuon])
+def test_shallow_copies(kind: Callable[..., Any]) -> None:
+    optimizer = kind([nn.Parameter(torch.ones(3, 3))])
+    with pytest.raises(TypeError, match=r"use copy\.deepcopy\(\)"):
+        copy.copy(optimizer)
+    assert type(copy.deepcopy(optimizer)) is kind
 
 
 @pytest.mark.parametrize("flag", ["maximize", "bias_correction"])
@@ -151,6 +177,85 @@ class unchanged:
         assert after[0] == self.before[0]
         for old, new in zip(self.before[1:], after[1:], strict=True):
             assert len(old) == len(new) and all(torch.equal(a, b) for a, b in zip(old, new, strict=True))
+
+
+# What optimizers here do not update, as the base of QLoRA is: frozen, they may be held beside others.
+FROZEN: dict[str, Callable[[], Tensor]] = {
+    "uint8": lambda: torch.full((3, 4), 200, dtype=torch.uint8),
+    "int8": lambda: torch.full((3, 4), -7, dtype=torch.int8),
+    "int64": lambda: torch.full((3, 4), 77777),
+    "bool": lambda: torch.ones(3, 4, dtype=torch.bool),
+    "float8": lambda: torch.ones(3, 4).to(torch.float8_e4m3fn),
+    "float64": lambda: secret(3, 4, dtype=torch.float64),
+    "complex64": lambda: secret(3, 4, dtype=torch.complex64),
+    "sparse": lambda: torch.eye(3, 4).to_sparse(),
+    "wrapper": lambda: TwoTensor(secret(3, 4), secret(3, 4)),
+}
+
+
+@pytest.mark.parametrize("kind", FROZEN)
+@pytest.mark.parametrize("form", ["unscaled", "native", "torch"])
+def test_frozen_parameters_of_any_kind(kind: str, form: Any, tmp_path: Path) -> None:
+    """As torch.optim has them: neither updated nor saved, nor masters."""
+    found = []
+    for make in (lambda params: FusedAdamW(params, lr=0.1, checkpoint_format=form), torch.optim.AdamW):
+        params = {"base": FROZEN[kind](), "first": torch.ones(3, 4), "second": torch.ones(4)}
+        model = nn.Module()
+        for name, value in params.items():
+            model.register_parameter(name, nn.Parameter(value, requires_grad=name != "base"))
+        optimizer = make(model.parameters())
+        optimizer.param_groups[0]["lr"] = 0.1
+        for step in range(3):
+            model.first.grad = values((3, 4), torch.float32, "cpu", seed=step)
+            model.second.grad = values((4,), torch.float32, "cpu", seed=step) if step else None
+            optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+        assert sorted(optimizer.state_dict()["state"]) == [1, 2]
+        found.append(model)
+        if isinstance(optimizer, FusedAdamW):
+            optimizer.initialize_state()
+            assert optimizer.master_state_dict(model).keys() == {"first", "second"}
+            save_master_safetensors(model, optimizer, tmp_path)
+            assert optimizer.summary()["parameters"] and len(optimizer.diagnostics()["parameters"]) == 2
+    torch.testing.assert_close(found[0].first, found[1].first)
+    equal = found[0].base == FROZEN[kind]() if kind not in ("sparse", "wrapper") else torch.tensor(True)
+    assert bool(equal.all())
+
+
+@pytest.mark.parametrize("kind", ["float8", "float64", "complex64", "wrapper"])  # torch lets no others be thawed
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_frozen_parameters_that_are_thawed(kind: str, with_gradient: bool) -> None:
+    good, base = nn.Parameter(torch.ones(3, 4)), nn.Parameter(FROZEN[kind](), requires_grad=False)
+    optimizer = FusedAdamW([("good", good), ("base", base)])
+    good.grad = torch.ones_like(good)
+    optimizer.step()
+    base.requires_grad_(True)
+    if with_gradient:
+        base.grad = torch.zeros_like(base)
+    with unchanged(optimizer), pytest.raises(TypeError, match=r"parameter 1 \('base', shape \(3, 4\)"):
+        optimizer.step()
+    with unchanged(optimizer), pytest.raises(TypeError, match="parameter 1"):
+        optimizer.initialize_state(base)
+    assert base not in optimizer.state
+    base.grad = None
+    base.requires_grad_(False)
+    optimizer.step()
+    with pytest.raises(TypeError, match=r"parameter 0 \(shape \(3, 4\)"):
+        FusedAdamW([base.requires_grad_(True)])
+
+
+@pytest.mark.parametrize("kind", ["uint8", "int8", "bool"])
+def test_gradients_of_frozen_parameters(kind: str) -> None:
+    """Beside the parameter, since torch refuses them in ``grad``."""
+    good, base = nn.Parameter(torch.ones(3, 4)), nn.Parameter(FROZEN[kind](), requires_grad=False)
+    optimizer = FusedAdamW([good, base], use_decoupled_grad=True)
+    for started in (False, True):
+        good.decoupled_grad, base.decoupled_grad = torch.ones_like(good), torch.ones(3, 4)  # type: ignore[attr-defined]
+        with unchanged(optimizer), pytest.raises(TypeError, match=r"parameter 1 .*exclude it from the optimizer"):
+            optimizer.step()
+        base.decoupled_grad = None  # type: ignore[attr-defined]
+        optimizer.step()
+        assert started or good in optimizer.state
 
 
 @pytest.mark.parametrize(

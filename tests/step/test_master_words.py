@@ -146,7 +146,7 @@ def test_state_dtype(options: dict[str, Any], expected: tuple[torch.dtype, torch
 
 @pytest.mark.parametrize("wrong", ["int3", torch.float64])
 def test_an_unknown_state_dtype(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="exp_avg_dtype: expected one of"):
+    with pytest.raises(ValueError, match="state_dtype: expected one of"):
         FusedAdamW([param()], state_dtype=wrong)
 
 

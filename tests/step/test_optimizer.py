@@ -775,3 +775,18 @@ def test_schedulers_may_end_below_zero(device: str) -> None:
     assert optimizer.param_groups[0]["lr"] == expected.param_groups[0]["lr"] < 0.0
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_schedules_of_weight_decay_may_end_below_zero(decoupled: bool, device: str) -> None:
+    """By rounding, or on purpose. States that are saved there load."""
+    (model, actual), (other, _) = make(device, adam_w_mode=decoupled), make(device)
+    expected = (torch.optim.AdamW if decoupled else torch.optim.Adam)(other.parameters(), lr=0.01)
+    for step, decay in enumerate((0.1, 0.05, -1e-18, -0.01)):
+        actual.param_groups[0]["weight_decay"] = expected.param_groups[0]["weight_decay"] = decay
+        if decay == -1e-18:
+            actual.load_state_dict(actual.state_dict())
+        train(model, actual, [step])
+        train(other, expected, [step])
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

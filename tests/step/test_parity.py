@@ -280,3 +280,51 @@ def test_rotating_rounding_beats_nearest(device: str) -> None:
     float8 = FORMAT["float8_e4m3fn"]
     nearest = update_error(float8, 0.999, device, stochastic_rounding=False)
     assert nearest > 1.5 * update_error(float8, 0.999, device)
+
+
+# --- the least eps ----------------------------------------------------------------------------------------------------
+
+GRADIENTS: dict[str, Callable[[int], float]] = {  # by step
+    "constant": lambda step: 1.0,
+    "once": lambda step: float(step == 0),
+    "three": lambda step: float(step < 3),
+    "falling": lambda step: 10.0**-step,
+    "of both signs": lambda step: (-1.0) ** step,
+}
+
+
+EXPONENTS = range(-30, -9)
+
+
+def largest_steps(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
+    """Of ten steps: the largest element of each row, which has gradients of one size and course."""
+    scales = values((1, 128), torch.float64, "cpu", seed=1).expand(len(EXPONENTS), 128)
+    sizes = torch.tensor([[10.0**exponent] for exponent in EXPONENTS], dtype=torch.float64)
+    found = []
+    for step in range(10):
+        before = param.detach().clone()
+        grad = torch.cat([scales * sizes * course(step) for course in GRADIENTS.values()])
+        param.grad = grad.to(param.dtype).to(param.device)
+        optimizer.step()
+        found.append((param.detach() - before).abs().amax(1).cpu().double())
+    return torch.stack(found).amax(0)
+
+
+@pytest.mark.parametrize("fmt", ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("beta2", [0.0, 0.9, 0.999, 0.9999])
+def test_tiny_gradients_beside_the_least_eps(beta2: float, fmt: str, device: str, backend: str) -> None:
+    """Second moments that are kept as 0 make steps at most twice as large; formats of 8 bits have their own error."""
+    least = 2.0**-60 / (1.0 - beta2) ** 0.5
+    options: dict[str, Any] = {"lr": 1.0, "betas": (0.0 if beta2 == 0.0 else 0.9, beta2), "weight_decay": 0.0}
+    options["eps"] = 1.001 * least
+    shape = len(EXPONENTS) * len(GRADIENTS), 128
+    ours = torch.nn.Parameter(torch.zeros(shape, device=device))
+    exact = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+    actual = largest_steps(FusedAdam([ours], state_dtype=fmt, **options), ours)
+    expected = largest_steps(torch.optim.AdamW([exact], **options), exact)
+    lost = 2.0**-3 if fmt in ("float32", "bfloat16") else 1.0  # roots of 2^-126 and 2^-120
+    bound = (1.0 + lost) * (1.5 if fmt in ("float8_e4m3fn", "int8") else 1.02)
+    assert actual.isfinite().all() and bool((actual <= bound * expected).all()), (actual / expected).max()
+    for eps in (0.999 * least, 1e-20, 1e-40, 0.0):
+        with pytest.raises(ValueError, match=rf"^eps: expected at least .* where betas\[1\] is {beta2}, got"):
+            FusedAdam([torch.zeros(1)], betas=(0.9, beta2), eps=eps)

@@ -186,7 +186,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "betas": {"betas": (0.8, 0.95)},
     "no_momentum": {"betas": (0.0, 0.99)},
     "eps": {"eps": 1e-3},
-    "no_eps": {"eps": 0.0},
+    "least_eps": {"eps": 2.8e-17},
     "lr": {"lr": 0.02},
     "maximize": {"maximize": True},
     "decoupled_weight_decay": {"weight_decay": 0.1, "lr": 0.01},

@@ -84,7 +84,7 @@ def build_muon(kind: str, **options: Any) -> tuple[nn.ParameterDict, FusedMuon]:
     dtype, masters = MASTERS[kind]
     model = build_model(dtype, fresh=False)
     matrix, second, vector, wide = model.values()
-    groups = [{"params": [matrix, second, wide]}, {"params": [vector], "algorithm": "adamw"}]
+    groups = [{"params": [matrix, second, wide], "experts": True}, {"params": [vector], "algorithm": "adamw"}]
     return model, fully_shard_optimizer(FusedMuon(groups, lr=0.02, **masters, **options))
 
 

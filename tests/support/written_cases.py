@@ -69,7 +69,7 @@ def build(*, fresh: bool = False) -> tuple[nn.Module, FusedAdam]:
         fully_shard(model, mesh=distributed.mesh())
     lr, betas = (0.5, (0.9, 0.999)) if fresh else (LR, BETAS)
     formats = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8, "store_param_remainders": True}
-    return model, FusedAdam(model.parameters(), lr=lr, betas=betas, eps=0.0, **formats)
+    return model, FusedAdam(model.parameters(), lr=lr, betas=betas, eps=1e-16, **formats)
 
 
 def step(model: nn.Module, optimizer: FusedAdam) -> None:

@@ -178,7 +178,7 @@ def test_what_torchs_muon_cannot_continue(options: dict[str, Any], message: str,
 
 def test_parameters_that_torchs_muon_does_not_take(tmp_path: Path) -> None:
     experts = nn.ParameterDict({"experts": nn.Parameter(torch.ones(2, 8, 16))})
-    optimizer = FusedMuon([*experts.values()])
+    optimizer = FusedMuon([*experts.values()], experts=True)
     experts["experts"].grad = torch.ones(2, 8, 16)
     optimizer.step()
     torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "experts.pt")

@@ -35,7 +35,7 @@ from fused_optim.checkpoint.storage.folders import Folder, PathLike, folder_at
 from fused_optim.checkpoint.storage.nested import assembled, setting_after
 from fused_optim.memory.layout import MASTER, STEP
 from fused_optim.optimizer import ShardedOptimizer
-from fused_optim.options.checks import check_whole, describe, some_of
+from fused_optim.options.checks import check_order, check_whole, describe, some_of
 from fused_optim.sharding.collective import distinct, on_all_ranks, parameter_names
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor
 from fused_optim.state.groups import DESCRIPTION, RULE, check_rule
@@ -101,6 +101,7 @@ def load_optimizer_checkpoint(
     """
     with on_all_ranks(f"loading {path}"):
         leeway = Leeway.of(strict, partial, rename)
+        check_order(model, optimizer)
         check_whole(model, optimizer.store.params)
         source = open_source(path)
     loader = checked(model, optimizer, source, verify=verify, leeway=leeway)

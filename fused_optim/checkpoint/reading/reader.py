@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import io
 import math
+import threading
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -70,6 +72,8 @@ class Reader:
     def __init__(self, folder: Folder, metadata: Metadata) -> None:
         self._folder = folder
         self._stored: dict[Any, Any] = metadata.storage_data
+        self._copying: dict[str, threading.Lock] = {}  # by what is loaded
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # of the thread that asked, by device
 
     def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
@@ -80,6 +84,9 @@ class Reader:
             for item, content in zip(objects, contents, strict=True):
                 planner.load_bytes(item, io.BytesIO(content))
             targets = [planner.resolve_tensor(item).detach() for item in tensors]
+            self._copying = {item.dest_index.fqn: threading.Lock() for item in tensors}
+            devices = {target.device for target in targets if target.is_cuda}
+            self._streams = {device: torch.cuda.current_stream(device) for device in devices}
             pairs = zip(tensors, targets, strict=True)
             prepared = done_by(pool, lambda pair: self._prepare(folder, *pair), pairs)
             pieces = [piece for found in prepared for piece in found]
@@ -108,7 +115,10 @@ class Reader:
             tensor = tensor.narrow(dim, offset, size)
         if tensor.shape != target.shape:
             raise ValueError(f"{name}: expected a part of shape {tuple(target.shape)}, found {tuple(tensor.shape)}")
-        target.copy_(tensor)
+        stream = self._streams.get(target.device)
+        # One after the other: parts of a quantized weight change what all of it knows of itself.
+        with self._copying[item.dest_index.fqn], nullcontext() if stream is None else torch.cuda.stream(stream):
+            target.copy_(tensor)
         return []
 
 

@@ -375,6 +375,7 @@ class RemoteFolder:
         return []
 
     def size(self, name: str) -> int | None:
+        self._system.invalidate_cache()  # else a listing that is late would answer for what it lacks
         with suppress(FileNotFoundError):
             info = retried(lambda: self._system.info(self._at(name)))
             return int(info["size"]) if info["type"] == "file" else None

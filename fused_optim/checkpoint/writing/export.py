@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from fused_optim.adam import MOMENTS, FusedAdam
 from fused_optim.checkpoint.storage.checksums import write_checksums
 from fused_optim.checkpoint.storage.torch_errors import cause, in_one_process
-from fused_optim.options.checks import check_whole, describe, some_of
+from fused_optim.options.checks import check_order, check_whole, describe, some_of
 from fused_optim.sharding.collective import distinct, on_all_ranks, parameter_names, this_rank
 from fused_optim.sharding.dtensor import full_tensor, has_own_chunks, keep_chunks, local_tensor, rewrap_like
 from fused_optim.sharding.replicas import check_replicas
@@ -43,6 +43,7 @@ def export_optimizer_checkpoint(
     cannot continue, ``bias_correction=False``, and for plain tensors that differ between ranks; TypeError for flat
     shards of FSDP1.
     """
+    check_order(model, optimizer)
     path = Path(path)
     optimizer.store.exchange_offsets()
     with on_all_ranks(f"exporting to {path}"):

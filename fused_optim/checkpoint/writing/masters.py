@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fused_optim.adam import FusedAdam
-from fused_optim.options.checks import check_belongs, check_whole
+from fused_optim.options.checks import can_be_updated, check_belongs, check_order, check_whole
 from fused_optim.sharding.collective import on_all_ranks, parameter_names
 from fused_optim.sharding.dtensor import full_tensor
 from fused_optim.sharding.model_files import Entry, check_gathered, safetensors_writer, write_model_files
@@ -31,6 +31,7 @@ def save_master_safetensors(model: torch.nn.Module, optimizer: FusedAdam, folder
     A collective: all ranks call it. Raises on every rank if it fails on one. Raises TypeError for flat shards of FSDP1,
     ValueError for plain tensors that differ between ranks.
     """
+    check_order(model, optimizer)
     folder = Path(folder)
     optimizer.store.exchange_offsets()
     doing = f"saving masters to {folder}"
@@ -51,7 +52,7 @@ def save_master_safetensors(model: torch.nn.Module, optimizer: FusedAdam, folder
 
 
 def _named(model: torch.nn.Module, optimizer: FusedAdam) -> dict[str, Tensor]:
-    held = set(optimizer.store.params)
+    held = {param for param in optimizer.store.params if can_be_updated(param)}
     names = {param: names for param, names in parameter_names(model).items() if param in held}
     return {name: param for param, of_param in names.items() for name in names_to_write(model, of_param)}
 

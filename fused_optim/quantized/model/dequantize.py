@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fused_optim.memory.replaced import mark_replaced
 from fused_optim.quantized.compute.kept import kept_weight
 from fused_optim.quantized.compute.linear import revert
 from fused_optim.quantized.tensor import QuantizedTensor, local_weight
@@ -33,7 +34,7 @@ def dequantize_model_(model: nn.Module, optimizer: Optimizer | None = None) -> n
     They become the masters of ``optimizer``, which goes on with them and its states; where there is none, the initial
     values that are still kept; else the decoded values. Modules of FSDP2 stay as they are: call it on all ranks. Tied
     parameters stay tied. An optimizer that is not given holds the quantized parameters further on, as captured graphs
-    and DistributedDataParallel do.
+    and DistributedDataParallel do: one of this package raises in its next step.
 
     Raises TypeError for an optimizer that is no ``FusedAdam``, RuntimeError while FSDP2 has gradients to reduce.
     Nothing has been changed then.
@@ -56,6 +57,7 @@ def dequantize_model_(model: nn.Module, optimizer: Optimizer | None = None) -> n
                 module._parameters[key] = replaced[param]  # type: ignore[assignment]
                 revert(module)
     fsdp.follow_replaced(model)
+    mark_replaced(replaced, "dequantize_model_ has replaced it; give it the optimizer, or make that afterwards")
     return model
 
 

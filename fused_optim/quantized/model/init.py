@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fused_optim.adapters import Update
 from fused_optim.memory import copies
+from fused_optim.memory.replaced import mark_replaced
 from fused_optim.quantized.adapters import update
 from fused_optim.quantized.compute import linear
 from fused_optim.quantized.compute.kept import keep_assigned, kept_like, kept_weight
@@ -64,7 +65,8 @@ def quantize_model_(
 ) -> nn.Module:
     """Replace weights of modules by quantized parameters, in place, and return ``model``.
 
-    After tensor parallelism and before ``fully_shard``. Weights may be on the meta device. Tied weights stay tied. With
+    After tensor parallelism, before ``fully_shard`` and before optimizers are made: one of this package that holds the
+    former weights raises in its next step. Weights may be on the meta device. Tied weights stay tied. With
     ``keep_weights=True`` in a recipe they become :class:`~fused_optim.quantized.KeptWeight` instead.
 
     Args:
@@ -118,6 +120,7 @@ def replace_parameters(models: Sequence[nn.Module], chosen: Sequence[Chosen], *,
             module.register_load_state_dict_pre_hook(_refuse_codes)
             module.register_load_state_dict_pre_hook(_quantize_assigned)
             linear.convert(module)
+    mark_replaced(replaced, "quantize_model_ has replaced it; make the optimizer after quantize_model_")
     _finish(param for module in modules for param in module._parameters.values() if param is not None)
 
 

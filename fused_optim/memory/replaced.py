@@ -1,0 +1,29 @@
+"""Parameters whose places in a model others have taken: whoever holds them still would train nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+_BY = "_fused_optim_replaced_by"
+_times = 0
+
+
+def mark_replaced(params: Iterable[Tensor], by: str) -> None:
+    """``by``: what has replaced them, and what to do, for messages."""
+    global _times
+    for param in params:
+        setattr(param, _BY, by)
+    _times += 1
+
+
+def times_replaced() -> int:
+    """How often :func:`mark_replaced` was called: as long as it is the same, no parameter is marked anew."""
+    return _times
+
+
+def replaced_by(param: Tensor) -> str | None:
+    """What has replaced a parameter; None: nothing that is known of."""
+    found: str | None = getattr(param, _BY, None)
+    return found
