@@ -22,9 +22,9 @@ from fused_optim.checkpoint.reading.contents import (
     find_contents,
     nested,
     optimizer_keys,
-    read_settings,
     read_small,
     read_steps,
+    sort_contents,
 )
 from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
 from fused_optim.checkpoint.reading.leeway import Differences, Leeway, Naming, Rename
@@ -125,7 +125,7 @@ def checked(
         keys = optimizer_keys(source, contents.prefix)
         verify_items(folder_at(source.path), keys, required=bool(verify), metadata=metadata)
     with on_all_ranks(doing):
-        read_settings(source, contents)
+        sort_contents(source, contents)
         loader = Loader(model, optimizer, source, contents, leeway)
     return loader
 
@@ -207,7 +207,7 @@ class Loader:
         """Each parameter's id in the checkpoint; "" where it has nothing for it."""
         known, saved = self.contents.naming.known, self.contents.states
         listed = set(self.contents.settings) | set(saved)
-        if listed and all(id_.isdigit() for id_ in listed) and not listed & known:
+        if self.contents.is_numbered:
             return self._match_positions()
         ids = [next((n for n in self.names.get(p, ()) if n in listed), "") for p in self.params]
         new = [i for i, id_ in enumerate(ids) if not id_ and self.params[i].requires_grad]
