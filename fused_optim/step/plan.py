@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -47,6 +47,14 @@ def _formats_of(groups: Sequence[Group], store: StateStore) -> list[Any]:
     """What the groups ask for, as it is written there."""
     specs = store.rule.states
     return [group.get(spec.option) for group in groups for spec in specs]
+
+
+def _count_entries(state: Mapping[Any, Any]) -> int:
+    """Others may add some to the states of a parameter: a step, as torch.optim.AdamW has it."""
+    try:
+        return sum(map(len, state.values()))
+    except TypeError:  # what users keep under other keys
+        return sum(len(entries) for entries in state.values() if isinstance(entries, dict))
 
 
 def _copied(value: Any) -> Any:
@@ -89,6 +97,7 @@ class Basis:
         self._planned = self._planned_of(groups)
         self._in_groups = [Identities(group["params"]) for group in groups]
         self._state_keys, self._state_dicts = Identities(store.state), Identities(store.state.values())
+        self._entries = _count_entries(store.state)
 
     @cached_property
     def facts(self) -> dict[DeviceMesh, Facts]:
@@ -111,6 +120,7 @@ class Basis:
             and not (self._planned_keys and self._planned_of(groups) != self._planned)
             and all([own.are(group["params"]) for group, own in zip(groups, self._in_groups, strict=True)])
             and Identities.are_items(store.state, self._state_keys, self._state_dicts)
+            and _count_entries(store.state) == self._entries
         )
 
 
@@ -435,6 +445,7 @@ class Plan:
 
         ``workspaces``: see ``DeviceScalars.workspaces``. ``found_inf``: not 0 skips the step.
         """
+        self._store.is_untouched = False
         on_devices, updated = {device: hypers(device) for device in self.backends}, self._updated()
         batches = self._weights.batches(self._attribute, updated, on_devices)
         changes = self._begin_changes(found_inf is not None)

@@ -316,7 +316,7 @@ class Stepper:
         if not all(param in store or store.is_frozen(param) for param in store.params):
             self.restart_counters()
             store.create()
-        store.prune()
+        store.import_external()
         self.leave_plan()
         self._convert_formats()
 
@@ -360,7 +360,7 @@ class Stepper:
         self._warn_once()
         if self._plan is not None:
             self.scalars.retire(self._plan.measured)
-        store.prune()
+        store.import_external()
         self.leave_plan()
         self._convert_formats()
         self._plan = Plan(self._groups, store)

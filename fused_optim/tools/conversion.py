@@ -33,9 +33,9 @@ from fused_optim.muon import ALGORITHM
 from fused_optim.options.reading import CheckpointFormat
 from fused_optim.rule import StateSpec
 from fused_optim.sharding.model_files import safetensors_writer
-from fused_optim.state.groups import DESCRIPTION, KEYED_BY_NAMES, saved_group, without_adamws_keys
+from fused_optim.state.groups import DESCRIPTION, KEYED_BY_NAMES, saved_group
 from fused_optim.state.state_dict import Options, converted
-from fused_optim.state.torch_form import torch_group, torch_states
+from fused_optim.state.torch_form import torch_group, torch_states, without_adamws_keys
 from fused_optim.tools.encoding import Encoded, Form, Place, forget, known_format
 from fused_optim.tools.names import LAYOUTS, STORED_MASTERS, Layout
 from fused_optim.tools.progress import progress

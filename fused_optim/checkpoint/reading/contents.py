@@ -18,12 +18,13 @@ from torch import Tensor
 
 from fused_optim.checkpoint.reading.leeway import Naming
 from fused_optim.checkpoint.reading.source import Source
-from fused_optim.checkpoint.storage.nested import Path, assembled, setting_after
+from fused_optim.checkpoint.storage.nested import Path, assembled, path_after, setting_after
 from fused_optim.known_rules import ALL_STATES, rule_of
 from fused_optim.memory.host_memory import room
 from fused_optim.memory.layout import MASTER, STEP
 
 AMSGRAD = "max_exp_avg_sq"
+ENTRIES = "entries"  # of `optimizer.state` under keys that are no parameters: a list of keys and values
 _KNOWN = (*ALL_STATES, AMSGRAD, MASTER, STEP)  # in the checkpoints of other libraries, too
 NOT_SETTINGS = ("params", "param_names", "step")  # of a param group
 _PARAMS = re.compile(r"(?P<number>\d+)\.params")  # of a param group with a number
@@ -150,7 +151,18 @@ def _split(text: str, contents: Contents) -> tuple[str, str] | None:
 
 def optimizer_keys(source: Source, prefix: str) -> set[str]:
     """All that is the optimizer's."""
-    return {key for key in source.entries if key.startswith((f"{prefix}state.", f"{prefix}param_groups."))}
+    firsts = tuple(f"{prefix}{each}." for each in ("state", "param_groups", ENTRIES))
+    return {key for key in source.entries if f"{key}.".startswith(firsts)}
+
+
+def read_entries(source: Source, prefix: str) -> dict[Any, Any]:
+    """What users keep in an optimizer's states under keys of their own."""
+    first = f"{prefix}{ENTRIES}"
+    keys = [key for key in source.entries if key == first or key.startswith(f"{first}.")]
+    infos = {key: source.entries[key] for key in keys}
+    values = source.read({key: None if info is None else room(info.shape, info.dtype) for key, info in infos.items()})
+    places = {key: path_after(source.place(key), key.removeprefix(prefix)) for key in keys}
+    return dict(assembled({places[key]: value for key, value in values.items()}).get(ENTRIES, ()))
 
 
 def _group_and_setting(text: str, place: Path, numbers: Collection[str], contents: Contents) -> tuple[str, str]:

@@ -22,6 +22,7 @@ from fused_optim.checkpoint.reading.contents import (
     find_contents,
     nested,
     optimizer_keys,
+    read_entries,
     read_small,
     read_steps,
     sort_contents,
@@ -38,9 +39,10 @@ from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import check_whole, describe, some_of
 from fused_optim.sharding.collective import distinct, on_all_ranks, parameter_names
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor
+from fused_optim.state.given import warn_of_earlier_steps
 from fused_optim.state.groups import DESCRIPTION, RULE, check_rule
 from fused_optim.state.remainders import is_remainder, misfits, unpack_remainder
-from fused_optim.state.state_dict import check, check_states, taken_keys, warn_of_earlier_steps
+from fused_optim.state.state_dict import check, check_states, taken_keys
 
 _Components = Mapping[str, Mapping[str, str]]  # state -> component ("": whole) -> key
 
@@ -157,6 +159,7 @@ class Loader:
         self._groups = [self._group(number, members) for number, members in enumerate(self._members())]
         self._objects = self._read_objects()
         self._state: dict[int, dict[str, Any]] = {}
+        self._entries: dict[Any, Any] = {}
         self._check()
 
     @torch.no_grad()
@@ -182,7 +185,8 @@ class Loader:
         with on_all_ranks(doing):
             self._check_parameters(self._state)
         with on_all_ranks(doing):
-            self.optimizer.load_state_dict({"state": self._state, "param_groups": self._groups})
+            state = {**self._state, **self._entries}
+            self.optimizer.load_state_dict({"state": state, "param_groups": self._groups})
             self.optimizer.store.resolve_pending()
 
     @property
@@ -392,6 +396,7 @@ class Loader:
             buffers |= {key: buffer_beside(self.params[i], self.source.entries[key]) for key in keys.values()}
         values = self._objects | self.source.read(buffers)
         state: dict[int, dict[str, Any]] = {i: {} for i in range(len(self.ids)) if i in self._found or others[i]}
+        self._entries = read_entries(self.source, self.contents.prefix)
         for i, own in state.items():
             own |= self._zeros(i) | {name: nested(keys, values) for name, keys in self._found.get(i, {}).items()}
             own |= assembled({setting_after(self.source.place(key), t): values[key] for t, key in others[i].items()})
