@@ -398,9 +398,10 @@ class ShardedOptimizer(Publisher):
 
         As :func:`fused_optim.clip_grad_norm_` for all parameters of the optimizer, except that the gradients stay as
         they are: the next ``step()`` multiplies them by ``min(1, max_norm / (norm + 1e-6))`` as it reads them, once. A
-        second call replaces the factor; ``zero_grad()`` drops it, and so do new gradients in place of these. With a
-        GradScaler, call ``scaler.unscale_`` first: the norm is that of the gradients as they are. Without host
-        synchronisation unless ``error_if_nonfinite``.
+        second call measures, and clips, what the first has clipped; ``zero_grad()`` drops it. Call it after all that
+        changes gradients: ``step()`` raises RuntimeError where they were written or replaced since. With a GradScaler,
+        call ``scaler.unscale_`` first: the norm is that of the gradients as they are. Without host synchronisation
+        unless ``error_if_nonfinite``.
         """
         return self.stepper.clip(max_norm, norm_type, error_if_nonfinite)
 

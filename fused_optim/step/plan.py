@@ -49,8 +49,8 @@ def _formats_of(groups: Sequence[Group], store: StateStore) -> list[Any]:
     return [group.get(spec.option) for group in groups for spec in specs]
 
 
-def _count_entries(state: Mapping[Any, Any]) -> int:
-    """Others may add some to the states of a parameter: a step, as torch.optim.AdamW has it."""
+def _entries(state: Mapping[Any, Any]) -> int:
+    """How many there are: others may add a step to the states of a parameter, where torch.optim.AdamW has it."""
     try:
         return sum(map(len, state.values()))
     except TypeError:  # what users keep under other keys
@@ -97,7 +97,7 @@ class Basis:
         self._planned = self._planned_of(groups)
         self._in_groups = [Identities(group["params"]) for group in groups]
         self._state_keys, self._state_dicts = Identities(store.state), Identities(store.state.values())
-        self._entries = _count_entries(store.state)
+        self._entries = _entries(store.state)
 
     @cached_property
     def facts(self) -> dict[DeviceMesh, Facts]:
@@ -110,7 +110,7 @@ class Basis:
 
     def is_that_of(self, groups: Sequence[Group], store: StateStore) -> bool:
         """Whether all is as it was. Who asks knows that no parameter is gone, which another may have replaced."""
-        settings = store.settings
+        settings, state = store.settings, store.state
         return (
             settings.seed == self._seed
             and settings.skip_nonfinite == self._skips
@@ -119,8 +119,8 @@ class Basis:
             and len(groups) == len(self._in_groups)
             and not (self._planned_keys and self._planned_of(groups) != self._planned)
             and all([own.are(group["params"]) for group, own in zip(groups, self._in_groups, strict=True)])
-            and Identities.are_items(store.state, self._state_keys, self._state_dicts)
-            and _count_entries(store.state) == self._entries
+            and Identities.are_items(state, self._state_keys, self._state_dicts)
+            and _entries(state) == self._entries
         )
 
 
