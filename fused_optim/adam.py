@@ -127,8 +127,7 @@ class FusedAdam(ShardedOptimizer):
 
     Behaves as ``torch.optim.Adam``/``AdamW``: param groups, closures, schedulers, hooks, ``state_dict``. All
     arithmetic is FP32. ``optimizer.state[p]`` holds ``exp_avg``, ``exp_avg_sq`` and, for parameters that are not FP32,
-    ``master_param``: tensors shaped, sharded and placed as ``p``. The step counter is ``param_group["step"]``,
-    with ``checkpoint_format="torch"`` each parameter's ``state[p]["step"]``.
+    ``master_param``: tensors shaped, sharded and placed as ``p``. The step counter is ``param_group["step"]``.
 
     Configs may give dtypes by name ("int8", "torch.bfloat16", "fp32", "bf16", "fp16", "fp8", "8bit") and numbers, betas
     and flags as text ("1e-4", "(0.9, 0.95)", "false"). Param groups keep the names of dtypes that they were given, so

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
 from fused_optim import adapters
 from fused_optim.decorators import between_graphs, between_steps, declared_without, observed, ungraded
@@ -48,27 +48,6 @@ from fused_optim.step.run import Stepper
 from fused_optim.step.scalars import keep_rates
 
 _WORDS = ("state_dtype", "master_bits")  # short words of the constructor, which stand for other options
-
-
-@ungraded
-def _before_state_dict(optimizer: Optimizer) -> None:
-    """A hook before ``state_dict()``: what it is made from is brought up to date."""
-    assert isinstance(optimizer, ShardedOptimizer)
-    optimizer.stepper.check_idle("state_dict()")
-    optimizer._forget_compilers_key()
-    optimizer._reconcile()
-    optimizer.stepper.restart_counters()
-    optimizer.store.show_steps()
-
-
-@ungraded
-def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A hook after ``state_dict()``: the states in the form that was chosen."""
-    assert isinstance(optimizer, ShardedOptimizer)
-    options = optimizer.checkpoint_options
-    if options.form == "torch":
-        return torch_form.convert(optimizer.store, state_dict, options.device)
-    return forms.convert(optimizer.store, state_dict, options)
 
 
 class ShardedOptimizer(Publisher):
@@ -132,14 +111,6 @@ class ShardedOptimizer(Publisher):
         defaults |= read_group(defaults, {})
         check_hyperparameters(defaults, rule)
         super().__init__(params, defaults)
-        self._register_hooks()
-
-    def _register_hooks(self) -> None:
-        """Once, also in an optimizer that was copied together with its hooks."""
-        if _before_state_dict not in self._optimizer_state_dict_pre_hooks.values():
-            self.register_state_dict_pre_hook(_before_state_dict)
-        if _after_state_dict not in self._optimizer_state_dict_post_hooks.values():
-            self.register_state_dict_post_hook(_after_state_dict)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -187,8 +158,12 @@ class ShardedOptimizer(Publisher):
         self.stepper.ignored[number] = ignored
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        try:
+            group.update({**without_repeats(group), **read})
+        except ValueError:
+            self.param_groups.pop()
+            raise
         rule = self.rule.for_group(group)
-        group.update({**without_repeats(group), **read})
         group.update(spelled_alike({spec.option: group[spec.option] for spec in rule.states}))
         foreign = self.rule.foreign_keys(group)
         for key in {*whole, *_WORDS, *TORCHS_OPTIONS, *foreign} - {*ignored}:  # torch puts all defaults there
@@ -203,7 +178,6 @@ class ShardedOptimizer(Publisher):
             raise
         adapters.retain_initial_values(group["params"])
         self._forget_compilers_key()
-        self.store.show_groups()
 
     @between_graphs
     @ungraded
@@ -251,24 +225,19 @@ class ShardedOptimizer(Publisher):
         super().__setstate__(state)
         self.store = StateStore(self, layouts, pending, by_names)
         self.store.take_copies()
-        self.store.show_groups()
         adapters.retain_initial_values(self.store.params)
         self.stepper = Stepper(self.store, skipped, self._synthetic_of_plain)
-        self._register_hooks()
 
     @property
     def checkpoint_format(self) -> CheckpointFormat:
-        """The form of ``state_dict()``; with "torch" the running param groups and states show AdamW's keys, too."""
+        """The form of ``state_dict()``."""
         return self.settings.checkpoint_format
 
     @checkpoint_format.setter
     @between_steps
     def checkpoint_format(self, form: CheckpointFormat) -> None:
         self._check_form(form)
-        self._forget_compilers_key()
-        former, self.settings.checkpoint_format = self.settings.checkpoint_format, form
-        if "torch" in (former, form):  # which shows other keys
-            self.store.show_groups()
+        self.settings.checkpoint_format = form
 
     def _check_form(self, form: CheckpointFormat) -> None:
         check_checkpoint_format(form)
@@ -278,13 +247,10 @@ class ShardedOptimizer(Publisher):
     def _forget_compilers_key(self) -> None:
         """Where a compiled function writes to a param group, torch.compile gives all of them ``capturable=True``, too.
 
-        It would be in checkpoints, whose loads compare keys, and is an option of the whole optimizer here. AdamW's
-        groups have it, and its steps on CPUs refuse it.
+        It would be in checkpoints, whose loads compare keys, and is an option of the whole optimizer here.
         """
         for number, group in enumerate(self.param_groups):
-            if self.checkpoint_format == "torch":
-                group["capturable"] = bool(group.get("capturable")) and not any(p.is_cpu for p in group["params"])
-            elif "capturable" not in self.stepper.ignored.get(number, ()):
+            if "capturable" not in self.stepper.ignored.get(number, ()):
                 group.pop("capturable", None)
 
     @property
@@ -444,9 +410,10 @@ class ShardedOptimizer(Publisher):
 
         As :func:`fused_optim.clip_grad_norm_` for all parameters of the optimizer, except that the gradients stay as
         they are: the next ``step()`` multiplies them by ``min(1, max_norm / (norm + 1e-6))`` as it reads them, once. A
-        second call replaces the factor; ``zero_grad()`` drops it, and so do new gradients in place of these. With a
-        GradScaler, call ``scaler.unscale_`` first: the norm is that of the gradients as they are. Without host
-        synchronisation unless ``error_if_nonfinite``.
+        second call measures, and clips, what the first has clipped; ``zero_grad()`` drops it. Call it after all that
+        changes gradients: ``step()`` raises RuntimeError where they were written or replaced since. With a GradScaler,
+        call ``scaler.unscale_`` first: the norm is that of the gradients as they are. Without host synchronisation
+        unless ``error_if_nonfinite``.
         """
         return self.stepper.clip(max_norm, norm_type, error_if_nonfinite)
 
@@ -480,6 +447,30 @@ class ShardedOptimizer(Publisher):
     _update_between_graphs = between_graphs(_update)  # after a closure, which may be traced; all else of a step is not
 
     # --- state dict ---------------------------------------------------------------------------------------------
+
+    @between_graphs
+    @ungraded
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim's, with states in the form of ``checkpoint_format``; see ``fused_optim.state.state_dict``.
+
+        Entries of ``optimizer.state`` whose keys are no tensors are users', and saved as they are. States of
+        parameters that are in no param group any more are left out. Hooks run as in torch.optim.
+        """
+        self.stepper.check_idle("state_dict()")
+        self._forget_compilers_key()
+        self._reconcile()
+        self.stepper.restart_counters()
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        options = self.checkpoint_options
+        if options.form == "torch":
+            state_dict = torch_form.state_dict(self.store, options.device)
+        else:
+            state_dict = forms.state_dict(self.store, options)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            replaced = post_hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        return state_dict
 
     @between_graphs
     @ungraded

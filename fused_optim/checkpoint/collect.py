@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
+from fused_optim.checkpoint.reading.contents import ENTRIES
 from fused_optim.decorators import callers_level
 from fused_optim.known_rules import RULES
 from fused_optim.optimizer import ShardedOptimizer
@@ -73,6 +74,16 @@ def taken_for_initialized(optimizer: Optimizer) -> Iterator[None]:
             optimizer.state = before
             before.clear()
             before.update(shown)
+
+
+@contextmanager
+def _without(optimizer: Optimizer, entries: Mapping[Any, Any]) -> Iterator[None]:
+    for key in entries:
+        del optimizer.state[key]
+    try:
+        yield
+    finally:
+        optimizer.state.update(entries)
 
 
 class Collector:
@@ -134,10 +145,14 @@ class Collector:
                 return get_optimizer_state_dict(self._model, optimizer, options=self._options)
         before = optimizer.checkpoint_format, optimizer.checkpoint_device
         optimizer.checkpoint_format, optimizer.checkpoint_device = form, device
+        users = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
         try:
-            if self._options is not None:
-                return get_optimizer_state_dict(self._model, optimizer, options=self._options)
-            return self._named(optimizer.state_dict())
+            if self._options is None:
+                found = self._named(optimizer.state_dict())
+            else:
+                with _without(optimizer, users):  # which torch takes for parameters
+                    found = get_optimizer_state_dict(self._model, optimizer, options=self._options)
+            return {**found, ENTRIES: list(map(list, users.items()))} if users else found
         finally:
             optimizer.checkpoint_format, optimizer.checkpoint_device = before
 
@@ -149,4 +164,5 @@ class Collector:
             self._names = {param: names[0] for param, names in parameter_names(self._model).items()}
         names = [self._names[param] for param in params]
         groups = [{**group, "params": [names[id_] for id_ in group["params"]]} for group in state["param_groups"]]
-        return {"state": {names[id_]: states for id_, states in state["state"].items()}, "param_groups": groups}
+        numbered = [(id_, states) for id_, states in state["state"].items() if type(id_) is int]
+        return {"state": {names[id_]: states for id_, states in numbered}, "param_groups": groups}

@@ -25,7 +25,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from fused_optim.checkpoint.collect import taken_for_initialized
 from fused_optim.checkpoint.reading.buffers import buffer_beside
-from fused_optim.checkpoint.reading.contents import common_settings, find_others, read_settings
+from fused_optim.checkpoint.reading.contents import common_settings, find_others, sort_contents
 from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
 from fused_optim.checkpoint.reading.leeway import Naming
 from fused_optim.checkpoint.reading.model import misfit
@@ -51,7 +51,7 @@ class OtherLoader:
         self._model, self._optimizer, self._source, self._is_known = model, optimizer, source, is_known
         self._is_flat = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
         self._contents = find_others(source, Naming(everyone), _PREFIX)
-        read_settings(source, self._contents)
+        sort_contents(source, self._contents)
         self._names = self._match(set(everyone))
         self._check_partition()
         self._groups = [self._group(number, group) for number, group in enumerate(optimizer.param_groups)]

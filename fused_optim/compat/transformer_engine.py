@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import Unpack
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 import fused_optim.adam
@@ -121,6 +121,30 @@ class FusedAdam(fused_optim.adam.FusedAdam):
         if skip_unscale and kept is not None and local_tensor(kept).dtype == torch.bfloat16:
             return local_tensor(kept)
         return super().get_unscaled_state(param, state_name)
+
+    def _keeping(self, state_dict: dict[str, Any]) -> set[Tensor]:
+        """Parameters whose states are not loaded: slices of Megatron-LM's distributed optimizer.
+
+        It hands over uninitialised memory for them, or what ``state_dict()`` gave, only to have states, and sets their
+        values afterwards.
+        """
+        ids = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
+        pairs = list(zip(self.store.params, [state_dict["state"].get(id_) or {} for id_ in ids], strict=False))
+        found = {param for param, states in pairs if self._are_placeholders(param, states)}
+        for param in found:
+            self.initialize_state(param)
+        return found
+
+    @staticmethod
+    def _are_placeholders(param: Tensor, states: Mapping[str, Any]) -> bool:
+        """8-bit tensors, which are values of neither moments nor masters, of a one-dimensional slice."""
+        return has_bytes(states) and param.dim() == 1 and not isinstance(param, nn.Parameter)
+
+
+def has_bytes(states: Mapping[str, Any]) -> bool:
+    """Whether some state has elements of 8 bits."""
+    own = [states[name] for name in (*MOMENTS, MASTER) if isinstance(states.get(name), Tensor)]
+    return any(state.element_size() == 1 for state in own)
 
 
 def _as_dtype(checked: torch.dtype | str) -> torch.dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -54,21 +54,11 @@ class FusedAdam(transformer_engine.FusedAdam):
         else:
             super().set_scaled_state(param, state_name, unscaled_state)
 
-    def _keeping(self, state_dict: dict[str, Any]) -> set[Tensor]:
-        """Parameters whose states are not loaded: slices of Megatron-LM's distributed optimizer.
-
-        It hands over uninitialised memory for them, or what ``state_dict()`` gave, only to have states, and sets their
-        values afterwards. Its slices are plain tensors and no ``nn.Parameter``; 8-bit tensors are values of neither.
-        """
-        ids = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
-        found = {
-            param
-            for id_, param in zip(ids, self.store.params, strict=True)
-            if _are_placeholders(state_dict["state"].get(id_) or {}, isinstance(param, nn.Parameter))
-        }
-        for param in found:
-            self.initialize_state(param)
-        return found
+    @staticmethod
+    def _are_placeholders(param: Tensor, states: Mapping[str, Any]) -> bool:
+        """Also where all of them are floating-point. Its slices are no ``nn.Parameter``."""
+        is_slice = not isinstance(param, nn.Parameter)
+        return transformer_engine.has_bytes(states) or (MASTER in states and is_slice)
 
 
 class FusedAdamInt16(FusedAdam):
@@ -80,11 +70,6 @@ class FusedAdamInt16(FusedAdam):
     _saves_int16_remainders = True
     get_unscaled_state = transformer_engine.FusedAdam.get_unscaled_state
     set_scaled_state = transformer_engine.FusedAdam.set_scaled_state
-
-
-def _are_placeholders(states: dict[str, Any], is_whole: bool) -> bool:
-    own = [states[name] for name in (*MOMENTS, MASTER) if isinstance(states.get(name), Tensor)]
-    return any(state.element_size() == 1 for state in own) or (MASTER in states and not is_whole)
 
 
 # --- installation -------------------------------------------------------------------------------------------------

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+from torchtitan.components.optimizer.utils import init_optim_state, load_flat_optim_state_dict
 
 from fused_optim.adam import FusedAdam, FusedAdamW
 from fused_optim.muon import FusedMuon
 from fused_optim.optimizer import ShardedOptimizer
+from fused_optim.state.torch_form import unflattened
 
 _NAME = "FusedAdamW"
 _OPTIMIZERS: dict[str, type[ShardedOptimizer]] = {"FusedAdam": FusedAdam, _NAME: FusedAdamW, "FusedMuon": FusedMuon}
@@ -40,6 +42,16 @@ class FusedOptimizersContainer(OptimizersContainer):  # type: ignore[misc]  # un
         ``store_param_remainders``, are in ``optimizer_factory_kwargs_by_name``. ``implementation`` is for torchtitan's
         own optimizers.
         """
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Of torch.optim.AdamW, too, under ``checkpoint_format="torch"``: torchtitan goes by keys of running groups."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, ShardedOptimizer) and optimizer.checkpoint_format == "torch":
+                optimizer.initialize_state()
+                optimizer.load_state_dict(unflattened(optimizer.store, state_dict))
+            else:
+                init_optim_state(optimizer)
+                load_flat_optim_state_dict(optimizer, state_dict)
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:

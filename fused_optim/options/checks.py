@@ -22,7 +22,7 @@ from fused_optim.formats.dtypes import as_dtype
 from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.formats.states import STATE_FORMATS
 from fused_optim.memory.host_memory import can_be_streamed
-from fused_optim.options.reading import CheckpointDevice, CheckpointFormat, flag_of
+from fused_optim.options.reading import CheckpointDevice, CheckpointFormat, flag_of, names_in
 from fused_optim.rule import Rule, Rules
 from fused_optim.sharding.dtensor import is_dense, local_tensor
 
@@ -322,8 +322,7 @@ def check_params(group: Mapping[str, Any], first: int, rule: Rule) -> None:
 
     Frozen ones are checked when they are thawed, or get a gradient: quantized ones below adapters never do.
     """
-    names = group.get("param_names", [None] * len(group["params"]))
-    for index, (param, name) in enumerate(zip(group["params"], names, strict=True), start=first):
+    for index, (param, name) in enumerate(zip(group["params"], names_in(group), strict=True), start=first):
         if not isinstance(param, nn.Parameter) or param.requires_grad:
             check_param(param, index, name)
         if problem := rule.problem_of(param, group):

@@ -159,13 +159,23 @@ def read_group(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
     return read
 
 
+def names_in(group: Mapping[str, Any]) -> Sequence[str | None]:
+    """The names of a group's parameters; None where they have none. Raises ValueError where some have one."""
+    count = len(group["params"])
+    names: Sequence[str | None] = group.get("param_names", [None] * count)
+    if len(names) != count:
+        text = f"a param group has {count} parameters but {len(names)} names: change its params and param_names alike"
+        raise ValueError(f"{text}; its names are {', '.join(map(repr, names[:5]))}{', ...' * (len(names) > 5)}")
+    return names
+
+
 def without_repeats(group: Mapping[str, Any]) -> dict[str, list[Any]]:
     """The parameters of a group, and their names if it has some, each parameter once.
 
     torch warns of repeats, and updates them repeatedly; here shards are updated at the same time.
     """
-    params = group["params"]
-    first = {param: index for index, param in reversed([*enumerate(params)])}
+    names_in(group)
+    first = {param: index for index, param in reversed([*enumerate(group["params"])])}
     return {
         key: [group[key][index] for index in sorted(first.values())]
         for key in ("params", "param_names")

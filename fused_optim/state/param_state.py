@@ -108,19 +108,38 @@ class ParamState:
     def import_external(self, given: Mapping[str, Any]) -> None:
         """Fill these new states with those that someone else has made, or has moved here from another parameter.
 
-        What fits is kept itself, and so is what is no state of this optimizer. Raises ValueError for a master of
-        another kind, TypeError for moments that are no floating-point tensors of the parameter's local shape.
+        What fits is kept itself, and so is what is no state of this optimizer; what was decoded is written. Raises
+        ValueError for a master of another kind, TypeError for moments that are no floating-point tensors of the
+        parameter's local shape.
         """
         for name, value in given.items():
             if name not in self.layout.names:
                 self.tensors[name] = value
                 continue
             if name == MASTER:
-                self._check_external_master(value)
-            if self.layout.format(name) is FLOAT32 and (name == MASTER or self._fits(name, value, torch.float32)):
+                self._import_master(value)
+            elif isinstance(value, Stored):
+                self.write(name, value)
+            elif self.layout.format(name) is FLOAT32 and self._fits(name, value, torch.float32):
                 self.tensors[name] = self._locked(value) if name in self.layout.offloaded else value
             else:
                 self.write(name, self._checked_values(name, value))
+
+    def _import_master(self, value: Any) -> None:
+        """Remainders complete the parameter; whole masters become its value where they are kept as remainders."""
+        master = self.layout.master
+        if isinstance(value, LoadedRemainder) and master is not Master.PARAMETER:
+            self.write_remainder(value)
+        elif isinstance(value, Stored) and master is not Master.PARAMETER:
+            self.write_master(value.read())
+        elif master.is_remainder and self._fits(MASTER, value, torch.float32):
+            self.write_master(local_tensor(value))
+        else:
+            self._check_external_master(value)
+            if master is Master.FLOAT16:
+                self.write(MASTER, self._checked_values(MASTER, value))
+            else:
+                self.tensors[MASTER] = self._locked(value) if MASTER in self.layout.offloaded else value
 
     def _locked(self, state: Tensor) -> Tensor:
         """The state in page-locked memory, without GPU just in host memory."""
@@ -140,19 +159,21 @@ class ParamState:
         layout.scales = host_copy(layout.scales) if offloaded else layout.scales.to(device)
         layout.offloaded = layout.offloaded if offloaded else ()
 
-    def _check_external_master(self, value: Tensor) -> None:
+    def _check_external_master(self, value: Any) -> None:
         dtype = None if self.layout.master is Master.PARAMETER else self.layout.master.dtype
         dtype = torch.float32 if dtype == torch.float16 else dtype
         if not self._fits(MASTER, value, dtype):
-            shape, local = tuple(self.param.shape), local_tensor(value)
+            expected = "none" if dtype is None else f"{dtype} of its local shape"
+            got = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else "one in native form"
+            shape = tuple(self.param.shape)
             raise ValueError(
-                f"{MASTER} of a parameter of shape {shape} was made elsewhere: expected "
-                f"{'none' if dtype is None else f'{dtype} of its local shape'}, got "
-                f"{local.dtype} of shape {tuple(local.shape)}"
+                f"{MASTER} of a parameter of shape {shape} was made elsewhere: expected {expected}, got {got}"
             )
 
-    def _fits(self, name: str, value: Tensor, dtype: torch.dtype | None) -> bool:
+    def _fits(self, name: str, value: Any, dtype: torch.dtype | None) -> bool:
         """Whether a state that was made elsewhere can be kept itself."""
+        if not isinstance(value, Tensor):
+            return False
         local, found = local_tensor(self.param), local_tensor(value)
         alike = isinstance(value, DTensor) == isinstance(self.param, DTensor)
         alike = alike and (name in self.layout.offloaded or found.device == local.device)

@@ -11,18 +11,16 @@ tensors; what is not cut by whole rows, one-dimensional parameters included, as 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fused_optim import adapters
 from fused_optim.adapters import Update
-from fused_optim.decorators import callers_level
 from fused_optim.formats.dtypes import as_dtype
 from fused_optim.formats.masters import Master
 from fused_optim.formats.states import Kind
@@ -34,6 +32,7 @@ from fused_optim.options.reading import FLAGS, CheckpointDevice, CheckpointForma
 from fused_optim.rule import Rule, StateSpec
 from fused_optim.sharding.collective import any_rank, failing_together
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor, placed_part, rewrap_like
+from fused_optim.state.given import warn_of_earlier_steps, whole_step
 from fused_optim.state.groups import (
     DESCRIPTION,
     KEYED_BY_NAMES,
@@ -76,26 +75,34 @@ class Options:
     int16_remainders: bool
 
 
-def convert(store: StateStore, state_dict: dict[str, Any], options: Options) -> dict[str, Any]:
-    """A state dict of torch.optim's with the states in the form that was chosen.
+def packed(store: StateStore) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
+    """The states and the param groups as torch.optim packs them: parameters are numbers. Tensors go by reference.
+
+    Users' entries of ``optimizer.state``, whose keys are no tensors, are as they are. States of parameters that have
+    left the groups stay where they are: they may come back.
+    """
+    numbers = {param: number for number, param in enumerate(store.params)}
+    state: dict[Any, Any] = {key: value for key, value in store.state.items() if not isinstance(key, Tensor)}
+    state |= {numbers[param]: store.state[param] for param in numbers if store.state.get(param)}
+    groups = [{**group, "params": [numbers[param] for param in group["params"]]} for group in store.groups]
+    return state, groups
+
+
+def state_dict(store: StateStore, options: Options) -> dict[str, Any]:
+    """A state dict with the states in the form that was chosen.
 
     FP32 states, and BF16 ones in the native form, go by reference; for a stager all that is not converted.
     """
     check_checkpoint_format(options.form)
     check_checkpoint_device(options.device)
-    params = dict(enumerate(store.params))
-    state = {
-        key: converted(store[params[key]], options) if key in params and params[key] in store else states
-        for key, states in state_dict["state"].items()
-        if states
-    }
-    packed = any(_is_any_packed(states, store.state_names) for states in state.values())
-    groups = []
-    for group in state_dict["param_groups"]:
+    state, groups = packed(store)
+    state |= {i: converted(store[param], options) for i, param in enumerate(store.params) if param in store}
+    is_packed = any(_is_any_packed(state.get(i, {}), store.state_names) for i in range(len(store.params)))
+    for group in groups:
         rule = store.rule.for_group(group)
         formats = {spec.option: as_dtype(group[spec.option]) for spec in rule.states}
-        groups.append(saved_group(group, formats, description(rule), native=packed, keyed=store.is_keyed_by_names))
-    return {**state_dict, "state": state, "param_groups": groups}
+        group |= saved_group(group, formats, description(rule), native=is_packed, keyed=store.is_keyed_by_names)
+    return {"state": state, "param_groups": groups}
 
 
 def converted(states: ParamState, options: Options) -> dict[str, Any]:
@@ -136,6 +143,7 @@ class Checked:
     steps: list[int]
     params: dict[Any, Tensor]
     states: dict[Any, Mapping[str, Any]]  # of the parameters whose states are to be loaded
+    users: dict[Any, Any]  # entries under other keys
     who: dict[Any, str]  # the parameters for messages
 
 
@@ -145,9 +153,10 @@ def check(store: StateStore, state_dict: dict[str, Any], keep: Collection[Tensor
     In either form, torch.optim.Adam(W)'s, TransformerEngine's or Apex's. Parameters in ``keep`` keep their states.
     """
     groups, names = store.groups, store.state_names
-    saved_groups, state = list(map(_without_repeats, state_dict["param_groups"])), state_dict["state"]
+    saved_groups = list(map(_without_repeats, state_dict["param_groups"]))
     check_version(saved_groups, "the state dict")
     params = _match_groups(groups, saved_groups)
+    state = {id_: states for id_, states in state_dict["state"].items() if id_ in params}
     for group, saved in zip(groups, saved_groups, strict=True):
         check_rule(store.rule.for_group(group), [saved], "the state dict")
     _check_form(saved_groups, state, names, params.values())
@@ -162,7 +171,9 @@ def check(store: StateStore, state_dict: dict[str, Any], keep: Collection[Tensor
     who, rules = _descriptions(groups, saved_groups), store.rules()
     for id_, saved in states.items():
         check_states(rules[params[id_]], params[id_], saved, who[id_])
-    return Checked(saved_groups, steps, params, states, who)
+    known = {*map(str, params)}  # dcp.load puts numbers under the texts of numbers
+    users = {key: value for key, value in state_dict["state"].items() if str(key) not in known and type(key) is not int}
+    return Checked(saved_groups, steps, params, states, users, who)
 
 
 def load(store: StateStore, checked: Checked) -> None:
@@ -190,8 +201,9 @@ def load(store: StateStore, checked: Checked) -> None:
         for id_, found in loaded.items():
             remaining += _write(store, params[id_], found, misfit)
     adapters.write_loaded(remaining)
+    store.is_untouched = False
+    store.keep_entries(_copied(checked.users))
     store.record_versions()
-    store.show_steps()
 
 
 def passed_through(hooks: Iterable[Callable[..., Any]], optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -241,8 +253,8 @@ def group_step(saved: Mapping[str, Any], states: Sequence[Mapping[str, Any]], na
     ``states``: of the group's parameters. ``names``: of states that mean nothing without a step.
     """
     if STEP in saved:
-        return _whole_step(saved[STEP], what)
-    own = [_whole_step(each[STEP], what) for each in states if STEP in each]
+        return whole_step(saved[STEP], what)
+    own = [whole_step(each[STEP], what) for each in states if STEP in each]
     if own:
         latest = max(own)
         warn_of_earlier_steps(sum(step != latest for step in own), len(own), f"{what}, at step {latest}")
@@ -250,24 +262,6 @@ def group_step(saved: Mapping[str, Any], states: Sequence[Mapping[str, Any]], na
     if any(_has_any(each, names) for each in states):
         raise ValueError("the state dict has states but no step, in a param group or per parameter; it is not guessed")
     return 0
-
-
-def warn_of_earlier_steps(behind: int, count: int, what: str) -> None:
-    """Where some of the parameters were saved at other steps than those that they continue from."""
-    if behind:
-        text = f"{what}: {behind} of {count} parameters were saved at an earlier step than their group's latest"
-        reason = "the step is shared by a param group, so they continue from the latest"
-        warnings.warn(f"{text}; {reason}", stacklevel=callers_level())
-
-
-def _whole_step(value: Any, what: str) -> int:
-    value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"{what}: step: expected a number, got {type(value).__name__}")
-    step = float(value)
-    if not (step >= 0.0 and step.is_integer()):
-        raise ValueError(f"{what}: step: expected a whole number >= 0, got {value}")
-    return int(step)
 
 
 def _check_group(
@@ -408,9 +402,13 @@ def read_state(param: Tensor, kind: Kind, saved: Any) -> Stored | Tensor:
 
 def _others(param: Tensor, saved: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """What users keep beside the states: copies of tensors beside the parameter, other objects themselves."""
-    device = local_tensor(param).device
     others = {name: value for name, value in saved.items() if name not in (*names, STEP)}
-    copied: dict[str, Any] = tree_map_only(Tensor, lambda value: value.detach().to(device, copy=True), others)
+    return _copied(others, local_tensor(param).device)
+
+
+def _copied(values: dict[Any, Any], device: torch.device | None = None) -> dict[Any, Any]:
+    """With new tensors."""
+    copied: dict[Any, Any] = tree_map_only(Tensor, lambda value: value.detach().to(device, copy=True), values)
     return copied
 
 

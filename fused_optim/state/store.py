@@ -21,14 +21,15 @@ from fused_optim.memory import copies
 from fused_optim.memory.by_parameter import ByParameter
 from fused_optim.memory.layout import MASTER, STEP, StateLayout
 from fused_optim.options.checks import check_param, describe
-from fused_optim.options.reading import CheckpointFormat
+from fused_optim.options.reading import names_in
 from fused_optim.options.settings import Settings
 from fused_optim.rule import Rule, Rules
 from fused_optim.sharding.collective import FailedElsewhere, any_rank, bare_name
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor, rewrap_like, shard_geometry
 from fused_optim.sharding.uneven import locate_uneven_shards
 from fused_optim.state.changes import ChangeTracker
-from fused_optim.state.groups import Group, Owner, ParamGroups, WholeGroup
+from fused_optim.state.given import decoded, foreign_names, is_replaced, take_foreign, take_steps
+from fused_optim.state.groups import Group, Owner
 from fused_optim.state.host_states import Offloading, may_be_offloaded
 from fused_optim.state.param_state import (
     ParamState,
@@ -62,10 +63,10 @@ class StateStore:
         # a checkpoint whose run has counted parameters.
         self.rounds_by_names = rounds_by_names
         self.changes: ChangeTracker | None = None  # of parameters' bits, where users ask for them
+        self.is_untouched = not layouts  # whether states are as they were created
         self.published: Published | None = None  # in the model of the last take
         self.offloading = Offloading(self._owner)
         self._changing = threading.RLock()  # `state_dict()` may be called in one thread and `step()` in another
-        self._groups = ParamGroups(self._owner)
 
     @property
     def rule(self) -> Rules:
@@ -79,11 +80,6 @@ class StateStore:
     def defaults(self) -> dict[str, Any]:
         """Of param groups."""
         return self._owner.defaults
-
-    @property
-    def form(self) -> CheckpointFormat:
-        """Of state dicts."""
-        return self._owner.settings.checkpoint_format
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -106,13 +102,8 @@ class StateStore:
 
     @property
     def groups(self) -> Sequence[Group]:
-        """``optimizer.param_groups`` with our own keys, which the groups do not show while they look like AdamW's."""
-        return self._groups.whole()
-
-    def show_groups(self) -> None:
-        """Let param groups and states have torch.optim.AdamW's keys or our own, by the form of state dicts."""
-        self._groups.show()
-        self.show_steps()
+        """``optimizer.param_groups``."""
+        return self._owner.param_groups
 
     @property
     def params(self) -> list[Tensor]:
@@ -121,8 +112,8 @@ class StateStore:
 
     @property
     def names(self) -> list[str | None]:
-        """Their names, where they were given with names."""
-        return list(chain.from_iterable(g.get("param_names", [None] * len(g["params"])) for g in self.groups))
+        """Their names, where they were given with names. Raises ValueError as ``names_in`` does."""
+        return list(chain.from_iterable(map(names_in, self.groups)))
 
     @property
     def is_keyed_by_names(self) -> bool:
@@ -156,11 +147,14 @@ class StateStore:
             self.create(param)
         if param not in self:
             raise KeyError(f"{self.describe(param)} has no states yet: call initialize_state() first")
+        return self._own(param)
+
+    def _own(self, param: Tensor) -> ParamState:
         return ParamState(param, self._owner.state[param], self.layouts[param])
 
     @property
     def is_empty(self) -> bool:
-        return all(states.keys().isdisjoint(self.state_names) for states in self._owner.state.values())
+        return not any(map(self._has_any, self.params))
 
     def has_own_states(self, param: Tensor) -> bool:
         """Whether a parameter has states of the rule's, or others have put some there."""
@@ -241,9 +235,8 @@ class StateStore:
         with torch.inference_mode(False), torch.no_grad(), untouched:
             layout = self.new_layout(param, group, remainders)
             created = ParamState.create(param, layout)
-            created.import_external(self._owner.state.get(param) or {})
-        if isinstance(group, WholeGroup):
-            created.tensors[STEP] = group.shown_step
+            given = self._owner.state.get(param) or {}
+            created.import_external(decoded(param, layout, given, self.describe(param)) if given else {})
         self.put(created)
         self.drop_pending(param)  # of states that were removed
         created.record_versions()
@@ -254,39 +247,47 @@ class StateStore:
             self._owner.state[states.param] = states.tensors
             self.layouts[states.param] = states.layout
 
-    def show_steps(self) -> None:
-        """Let the parameters' states have the steps of their groups if they are to look like torch.optim.AdamW's."""
-        for group in self.groups:
-            for param in filter(self.__contains__, group["params"]):
-                if isinstance(group, WholeGroup):
-                    self.state[param][STEP] = group.shown_step
-                else:
-                    self.state[param].pop(STEP, None)
-
     def import_external(self) -> None:
-        """Make states of what others have put into ``optimizer.state``, as Megatron-LM does before it loads."""
+        """Make states of what others have put into ``optimizer.state``; see ``given.py``."""
         with self._changing:
             self.prune()
-            given = [param for param in list(self._owner.state) if self._is_given(param)]
+            for param, layout in self.layouts.of(self.params).items():
+                if is_replaced(self._owner.state.get(param) or {}, layout):
+                    self.layouts.pop(param)
+            given = [key for key in [*self._owner.state] if isinstance(key, Tensor) and self._is_given(key)]
+            foreign = {p: found for p in self.layouts.of(self.params) if (found := foreign_names(self._own(p)))}
+            take_steps(self.groups, self._owner.state)
         for param in given:
+            self.is_untouched = False
             self.create(param)
+        for param, names in foreign.items():
+            take_foreign(self._own(param), names, self.describe(param))
 
     def _is_given(self, param: Tensor) -> bool:
         """Whether others have made its states. What users keep there beside, such as masks, is none."""
         return param not in self.layouts and self._has_any(param)
 
     def _has_any(self, param: Tensor) -> bool:
-        states = self._owner.state.get(param)
-        if not states:
-            return False
-        for spec in self._owner.rule.states:  # no generator: this is asked many times of each parameter
-            if spec.name in states:
-                return True
-        return MASTER in states
+        states = self._owner.state.get(param) or ()
+        found = [spec for spec in self._owner.rule.states if spec.name in states]  # no generator: asked many times
+        return bool(found) or MASTER in states
+
+    @property
+    def departed(self) -> list[ParamState]:
+        """The states of parameters that are in no param group any more. As in torch.optim, they may come back."""
+        known = self.layouts.of(self._owner.state.keys() - {*self.params})
+        return [self._own(param) for param in known if self._has_any(param)]
 
     def prune(self) -> None:
-        """Let go of parameters that were removed from ``optimizer.state``: others may have taken their places."""
+        """Let go of parameters that were removed from ``optimizer.state``: others may have taken their places.
+
+        And of those that were removed from the groups while states say nothing yet, as by Accelerate.
+        """
         with self._changing:
+            for states in self.departed if self.is_untouched else ():
+                others = {name: value for name, value in states.tensors.items() if name not in self.state_names}
+                self.forget(states.param)
+                self.keep_others(states.param, others)
             known = self.layouts.of(self._owner.state)
             kept = {param: layout for param, layout in known.items() if self._has_any(param)}
             if len(kept) < len(self.layouts):
@@ -346,6 +347,13 @@ class StateStore:
                 del kept[name]
             kept.update(others)
 
+    def keep_entries(self, users: dict[Any, Any]) -> None:
+        """Let users' entries of ``optimizer.state`` be these alone, as a load of torch.optim's does."""
+        params = set(self.params)
+        for key in [key for key in self._owner.state if key not in params]:
+            self.forget(key) if isinstance(key, Tensor) else self._owner.state.pop(key)
+        self._owner.state.update(users)
+
     def take_copies(self) -> None:
         """Of states that were copied or unpickled: put those that were offloaded into page-locked memory again.
 
@@ -385,6 +393,7 @@ class StateStore:
             expected = f"expected local shape {tuple(shape)}, got {tuple(value.shape)}"
             raise ValueError(f"{self.describe(param)}: {name}: {expected}")
         self.create(param)
+        self.is_untouched = False
         states = self._with_state(param, name)
         target = local_tensor(states.tensors[name])
         if _holds_values(states, name):
@@ -484,7 +493,7 @@ class StateStore:
     @property
     def nbytes(self) -> int:
         """Bytes that this rank holds for moments, masters and scales."""
-        return sum(states.nbytes for states in self)
+        return sum(states.nbytes for states in (*self, *self.departed))
 
 
 def _placement(param: Tensor) -> tuple[object, object] | None:

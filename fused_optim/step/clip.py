@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -79,26 +79,45 @@ def clip_grad_norm_(
 
 @dataclass
 class Clip:
-    """A total norm and the factors that clip it: float32 scalars; a factor for each device that has gradients.
+    """A total norm and the factor that clips it: float32 scalars; ``factors``: it on each device that has gradients.
 
     ``total``: what the norm was computed of, in float64: sums of powers, or the largest magnitudes. ``grads``: the
-    gradients, which it does not keep.
+    gradients, which it does not keep, with their version counters.
     """
 
     norm: Tensor
+    factor: Tensor
     factors: dict[torch.device, Tensor]
     total: Tensor
     norm_type: float
-    grads: list[weakref.ref[Tensor] | None]
+    grads: list[tuple[weakref.ref[Tensor], int] | None]
 
-    def is_of(self, grads: Iterable[Tensor | None]) -> bool:
-        """Whether some of these gradients, given in the same order, are those that were measured."""
-        return any(own is not None and own() is grad for own, grad in zip(self.grads, grads, strict=False))
+    def after(self, former: Clip, max_norm: float) -> Clip:
+        """The same of gradients that are clipped already, but for the clipping that is still to be done."""
+        norm = self.norm * former.factor.to(self.norm.device)
+        factor = former.factor.to(norm.device) * (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return replace(self, norm=norm, factor=factor, factors={device: factor.to(device) for device in self.factors})
+
+    def changed(self, grads: Sequence[Tensor | None]) -> list[int]:
+        """Which of these gradients, given in the same order, are there and not as they were measured."""
+        found = []
+        for i, grad in enumerate(grads):
+            own = self.grads[i] if i < len(self.grads) else None
+            if grad is not None and (own is None or own[0]() is not grad or own[1] != _version(grad)):
+                found.append(i)
+        return found
 
     def finite(self) -> Tensor | None:
         """Whether all gradients are: a boolean scalar on the norm's device. None where finite powers may overflow."""
         exact = self.norm_type <= _LARGEST_EXACT or self.norm_type == math.inf
         return self.total.isfinite().all() if exact else None
+
+
+def _version(grad: Tensor) -> int:
+    """What in-place operations move, of a DTensor and of its shard."""
+    local = grad if type(grad) is Tensor else local_tensor(grad)
+    own = 0 if local.is_inference() else local._version
+    return own if local is grad else own + grad._version
 
 
 _LARGEST_EXACT = 4.0  # the norm whose powers of any number of float32 gradients are finite in float64
@@ -135,8 +154,8 @@ def measure(
             f"The total norm of order {norm_type} of the gradients is non-finite, so it cannot be clipped. "
             "To clip by the non-finite norm anyway, set error_if_nonfinite=False"
         )
-    measured = [None if grad is None else weakref.ref(grad) for grad in grads]
-    return Clip(norm, {device: factor.to(device) for device in by_device}, total, norm_type, measured)
+    measured = [None if grad is None else (weakref.ref(grad), _version(grad)) for grad in grads]
+    return Clip(norm, factor, {device: factor.to(device) for device in by_device}, total, norm_type, measured)
 
 
 @torch.no_grad()

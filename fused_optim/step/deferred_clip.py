@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from fused_optim.options.checks import describe, some_of
 from fused_optim.state.store import StateStore
 from fused_optim.step import clip
 from fused_optim.step.agreement import Agreement, Own
@@ -33,6 +34,8 @@ class DeferredClip:
         facts = facts_of(store, asked=asked) if self._agreement.is_first else None
         self._agreement.reach(Own.of(store.params, grads, store.names, facts))
         measured = clip.measure(store.params, grads, max_norm, norm_type, error_if_nonfinite)
+        if self.due is not None and not self.due.changed(grads):
+            measured = measured.after(self.due, float(max_norm))
         self.due = measured
         if store.settings.skip_nonfinite:
             self._skips.note(measured)
@@ -46,10 +49,21 @@ class DeferredClip:
             self.serve(self.due.factors)
         self._skips.forget()
 
-    def drop_former(self) -> None:
-        """A step that was refused or skipped may have left the clipping of gradients that are gone."""
-        if self.due is not None and not self.due.is_of(self._store.gradients()):
+    def check(self) -> None:
+        """Raise RuntimeError for gradients that are not as they were measured: these the next step cannot clip."""
+        if self.due is None:
+            return
+        grads, names = self._store.gradients(), self._store.names
+        if all(grad is None for grad in grads):
             self.drop()
+        elif changed := self.due.changed(grads):
+            who = [describe(self._store.params[i], i, names[i]) for i in changed]
+            raise RuntimeError(
+                f"clip_grad_norm_() was called for this step, which clips what was measured, and since then gradients "
+                f"were written or replaced, of {some_of(who)}: call it after all that changes gradients, or use "
+                "fused_optim.clip_grad_norm_, which clips at once; if these are new ones, after a step that was not "
+                "made, call optimizer.zero_grad() before backward"
+            )
 
     def factor(self, device: torch.device) -> Tensor | None:
         """What gradients on a device are multiplied by: a float32 scalar, which may be on another one."""

@@ -27,6 +27,7 @@ class Part:
 
     device: torch.device
     backend: Backend
+    is_later: bool = False  # whether some parameters share memory with those of parts before it
     indices: list[int] = field(default_factory=list)  # positions in the param groups
     groups: list[int] = field(default_factory=list)
     watched: list[CachedShard] = field(default_factory=list)
@@ -35,6 +36,7 @@ class Part:
     # Gradients that this step reads from copies, and where their unscaled values come from: those copies or, where the
     # copy is placed in another way, themselves.
     apart: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # parameters, and contiguous ones to be updated
     unwatched: set[int] = field(default_factory=set)  # shards that are described at every step
     written: set[int] = field(default_factory=set)  # shards that others have written, which is told once
     # Of watched shards beside masters: their memory. Where it was freed, others have written, whatever is there now.
@@ -89,8 +91,13 @@ class Part:
         """Update what has a gradient; ``hypers``: of the param groups, on this device."""
         if self.absmax is not None:
             self.absmax.zero_()
+        for param, copy in self.copies if self.is_later else ():
+            copy.copy_(param)
         late = self._unscaled_apart(hypers[0].grad_scale, hypers[0].found_inf) if self.apart else []
         self.shards.run(hypers, workspace, self.overwrites)
+        for param, copy in self.copies:
+            param.copy_(copy)
+        self.copies.clear()
         for grad, value in late:
             write_(grad, value)
         self.apart.clear()

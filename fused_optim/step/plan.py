@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -39,6 +39,7 @@ from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.store import StateStore
 from fused_optim.step.agreement import Own
 from fused_optim.step.facts import Facts, facts_of
+from fused_optim.step.overlaps import Sharing
 from fused_optim.step.parts import Part, cached, cached_weight, is_watchable
 from fused_optim.step.weights import NewValues, Weight, WeightUpdates
 
@@ -47,6 +48,14 @@ def _formats_of(groups: Sequence[Group], store: StateStore) -> list[Any]:
     """What the groups ask for, as it is written there."""
     specs = store.rule.states
     return [group.get(spec.option) for group in groups for spec in specs]
+
+
+def _entries(state: Mapping[Any, Any]) -> int:
+    """How many there are: others may add a step to the states of a parameter, where torch.optim.AdamW has it."""
+    try:
+        return sum(map(len, state.values()))
+    except TypeError:  # what users keep under other keys
+        return sum(len(entries) for entries in state.values() if isinstance(entries, dict))
 
 
 def _copied(value: Any) -> Any:
@@ -89,6 +98,7 @@ class Basis:
         self._planned = self._planned_of(groups)
         self._in_groups = [Identities(group["params"]) for group in groups]
         self._state_keys, self._state_dicts = Identities(store.state), Identities(store.state.values())
+        self._entries = _entries(store.state)
 
     @cached_property
     def facts(self) -> dict[DeviceMesh, Facts]:
@@ -101,7 +111,7 @@ class Basis:
 
     def is_that_of(self, groups: Sequence[Group], store: StateStore) -> bool:
         """Whether all is as it was. Who asks knows that no parameter is gone, which another may have replaced."""
-        settings = store.settings
+        settings, state = store.settings, store.state
         return (
             settings.seed == self._seed
             and settings.skip_nonfinite == self._skips
@@ -110,7 +120,8 @@ class Basis:
             and len(groups) == len(self._in_groups)
             and not (self._planned_keys and self._planned_of(groups) != self._planned)
             and all([own.are(group["params"]) for group, own in zip(groups, self._in_groups, strict=True)])
-            and Identities.are_items(store.state, self._state_keys, self._state_dicts)
+            and Identities.are_items(state, self._state_keys, self._state_dicts)
+            and _entries(state) == self._entries
         )
 
 
@@ -141,8 +152,13 @@ class Plan:
         self._has_lost = False  # a parameter
         self._sent: tuple[list[list[int]], Own] | None = None  # matrices, and which shards had gradients
         self._store = store
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        parts: dict[tuple[torch.device, bool, int], Part] = {}
+        self._sharing = Sharing({index: params[index] for index in self._layouts})
+        self._sharing.check_masters(
+            lambda index: self._layouts[index].master is not Master.PARAMETER,
+            lambda index: describe(params[index], index, self._names[index]),
+        )
+        turns = self._sharing.turns()
+        parts: dict[tuple[int, torch.device, bool, int], Part] = {}
         numbers = [number for number, size in enumerate(self._sizes) for _ in range(size)]
         rules = [store.rule.for_group(group) for group in groups]
         self._attribute, self._scaled = "", False  # of the last refresh
@@ -150,8 +166,9 @@ class Plan:
         for index in self._layouts:
             param = params[index]
             local = local_tensor(param)
-            key = local.device, bool(self._layouts[index].offloaded), rules[numbers[index]].code
-            part = parts.get(key) or parts.setdefault(key, Part(local.device, backend_of(local)))
+            turn, offloaded = turns.get(index, 0), bool(self._layouts[index].offloaded)
+            key = turn, local.device, offloaded, rules[numbers[index]].code
+            part = parts.get(key) or parts.setdefault(key, Part(local.device, backend_of(local), is_later=turn > 0))
             part.indices.append(index)
             part.groups.append(numbers[index])
             part.unwatched.add(len(part.watched))
@@ -163,14 +180,14 @@ class Plan:
             if adapter_of(params[index]) is not None
         }
         self._weights = WeightUpdates(weights, self._seed)
-        for (device, offloaded, _), part in parts.items():
+        for (_, device, offloaded, _), part in parts.items():
             about = (device, part.backend, part.groups, len(groups), rules[part.groups[0]])
             if rules[part.groups[0]].whole_matrices:
                 link = store.offloading.link(device) if offloaded else None
                 part.shards = MatrixShards(*about[:4], [params[index] for index in part.indices], link)
             else:
                 part.shards = OffloadedShards(*about, store.offloading.link(device)) if offloaded else shards_on(*about)
-        self.parts = [parts[key] for key in sorted(parts, key=str)]
+        self.parts = [parts[key] for key in sorted(parts, key=lambda key: (key[0], str(key)))]
         self.backends: dict[torch.device, str] = {part.device: part.backend for part in self.parts}
         self.is_on_gpu = any(device.type == "cuda" for device in self.backends)
         self._has_matrices = any(rules[part.groups[0]].whole_matrices for part in self.parts)
@@ -224,12 +241,12 @@ class Plan:
         False if a parameter has left its device or backend, or its states were removed: the plan does not fit any more.
         Raises for gradients and states that cannot be used; nothing has been changed then.
         """
-        self._copies.clear()
         self._weights.end_step()  # where one was refused
         self._attribute, self._scaled = attribute, scaled
         stale: list[tuple[Part, int, Tensor]] = []
         for part in self.parts:
             part.apart.clear()
+            part.copies.clear()
             changed = part.shards.refresh(part.watched, attribute)
             stale += [(part, i, param) for i in changed if (param := part.watched[i].param_ref()) is not None]
             part.written.update(part.shards.written())  # also of a step that is refused below
@@ -239,6 +256,8 @@ class Plan:
             local = local_tensor(param)
             if param not in self._store or local.device != part.device or backend_of(local) != part.backend:
                 return False
+        if self._sharing.is_changed({part.indices[i]: param for part, i, param in stale}, self._store.params):
+            return False
         for part, i, param in stale:
             self._check(part, i, param, attribute)
         if agree is not None:
@@ -247,18 +266,18 @@ class Plan:
         for part, i, param in stale:
             self._set(part, i, param, attribute)
         for part in self.parts if scaled else []:
-            for i in part.shards.sharing():
+            for i in part.shards.with_gradients() if part.is_later else part.shards.sharing():
                 if (param := part.watched[i].param_ref()) is not None:
                     self._set(part, i, param, attribute, shared=True)
         return True
 
     def give_up(self) -> None:
         """Let go of what was refreshed for a step that is not made."""
-        self._copies.clear()
         self._weights.end_step()
         self._sent = None  # what was stale is not any more
         for part in self.parts:
             part.apart.clear()
+            part.copies.clear()
             part.shards.works.clear()
 
     def _to_send(self, stale: Sequence[tuple[Part, int, Tensor]], attribute: str) -> Own:
@@ -344,7 +363,10 @@ class Plan:
         adapter, target, absmax = adapter_of(param), None, None
         changes = self._track(part, i, param)
         if adapter is None:
-            updated = self._contiguous_param(param)
+            local = local_tensor(param)
+            updated = dense(local)
+            if updated is not local:
+                part.copies.append((local, updated))
         else:
             updated = read_parameter(param) if master is None else master
             target = adapter.target(param) if master is not None and part.shards.takes_target(layout) else None
@@ -417,13 +439,6 @@ class Plan:
             part.apart.append((local, read if placed is local else local))
         return read
 
-    def _contiguous_param(self, param: Tensor) -> Tensor:
-        local = local_tensor(param)
-        contiguous = dense(local)
-        if contiguous is not local:
-            self._copies.append((local, contiguous))
-        return contiguous
-
     @with_denormals
     def run(
         self,
@@ -435,6 +450,7 @@ class Plan:
 
         ``workspaces``: see ``DeviceScalars.workspaces``. ``found_inf``: not 0 skips the step.
         """
+        self._store.is_untouched = False
         on_devices, updated = {device: hypers(device) for device in self.backends}, self._updated()
         batches = self._weights.batches(self._attribute, updated, on_devices)
         changes = self._begin_changes(found_inf is not None)
@@ -445,9 +461,6 @@ class Plan:
             on_device = on_devices[part.device]
             counting = on_device if part is self._last[part.device] else uncounted(on_device)
             part.run(counting, workspaces.get(part.device))
-        for target, source in self._copies:
-            target.copy_(source)
-        self._copies.clear()
         for batch in batches:
             batch.write(applies)
         self._weights.end_step()

@@ -123,7 +123,6 @@ class Stepper:
         if capturing:
             self._check_capture()
         self._store.resolve_pending()
-        self.clipping.drop_former()
         scaling = ask_scaler()
         if self.buckets is not None and scaling != (None, None):
             raise RuntimeError(NO_SCALER)
@@ -294,7 +293,7 @@ class Stepper:
             raise RuntimeError("gradient release is enabled for this optimizer already: call disable() of that first")
         for option in _NEEDS_ALL_GRADIENTS:
             self._refuse_option(option, getattr(self._store.settings, option))
-        self.clipping.drop_former()
+        self.clipping.check()
         if self.clipping.due is not None:
             raise RuntimeError(
                 "clip_grad_norm_() was called for the next step, which gradient release would not clip: enable it "
@@ -331,7 +330,7 @@ class Stepper:
         if not all(param in store or store.is_frozen(param) for param in store.params):
             self.restart_counters()
             store.create()
-        store.prune()
+        store.import_external()
         self.leave_plan()
         self._convert_formats()
 
@@ -344,6 +343,8 @@ class Stepper:
     def _checked_plan(self, groups: Sequence[Group], scaled: bool) -> Plan:
         self.agreement.open()
         try:
+            if self.clipping.due is not None:
+                self.clipping.check()
             return self._refreshed_plan(groups, scaled)
         except Exception:
             self.agreement.give_up()
@@ -375,7 +376,7 @@ class Stepper:
         self._warn_once()
         if self._plan is not None:
             self.scalars.retire(self._plan.measured)
-        store.prune()
+        store.import_external()
         self.leave_plan()
         self._convert_formats()
         self._plan = Plan(self._groups, store)
@@ -471,7 +472,7 @@ class Stepper:
     def next_hypers(self) -> Callable[[torch.device], list[Hyper]]:
         """Of a step that would be made now, without a GradScaler's scale, for ``diagnostics()``."""
         self.refuse_in_buckets("diagnostics()")
-        self.clipping.drop_former()
+        self.clipping.check()
 
         def hypers(device: torch.device) -> list[Hyper]:
             return self._hypers(self._groups, device, scalars=(None, self.clipping.factor(device), None))

@@ -70,8 +70,10 @@ def compare_checkpoints(first: PathLike, second: PathLike, *, model: PathLike | 
 def _tensors(source: Source, optimizer: SavedOptimizer | None) -> Iterator[tuple[str, _Readable]]:
     """By name: parameters and states by the parameters' names, all else by key."""
     if optimizer is not None:
+        positions = {name for id_, name in optimizer.names.items() if optimizer.contents.is_numbered and name == id_}
         for name, states in optimizer.states.items():
-            yield from ((f"{key} of {name}", (state.shape, state.pieces)) for key, state in states.items())
+            who = f"parameter {name}" if name in positions else name  # which the other may have as a name
+            yield from ((f"{key} of {who}", (state.shape, state.pieces)) for key, state in states.items())
         for name, weight in optimizer.weights.items():
             if weight.source is source:
                 yield f"{PARAMETER} of {name}", (weight.info.shape, weight.pieces)

@@ -33,9 +33,9 @@ from fused_optim.muon import ALGORITHM
 from fused_optim.options.reading import CheckpointFormat
 from fused_optim.rule import StateSpec
 from fused_optim.sharding.model_files import safetensors_writer
-from fused_optim.state.groups import DESCRIPTION, KEYED_BY_NAMES, saved_group, without_adamws_keys
+from fused_optim.state.groups import DESCRIPTION, KEYED_BY_NAMES, saved_group
 from fused_optim.state.state_dict import Options, converted
-from fused_optim.state.torch_form import torch_group, torch_states
+from fused_optim.state.torch_form import torch_group, torch_states, without_adamws_keys
 from fused_optim.tools.encoding import Encoded, Form, Place, forget, known_format
 from fused_optim.tools.names import LAYOUTS, STORED_MASTERS, Layout
 from fused_optim.tools.progress import progress
@@ -177,7 +177,8 @@ class _Conversion:
     def _placed(self, place: Place, entry: Entry) -> tuple[str, Entry]:
         """An entry and its key."""
         before = tuple(self._contents.prefix.split(".")[:-1])
-        id_ = int(place[1]) if place[1].isdigit() else place[1]
+        is_number = place[0] == "param_groups" or self._contents.is_numbered
+        id_ = int(place[1]) if is_number and self._contents.order else place[1]
         inner = (place[0], id_, *place[2:]) if self._contents.order else (".".join(place),)
         return self._contents.prefix + ".".join(place), replace(entry, place=(*before, *inner))
 
@@ -221,8 +222,8 @@ class _Conversion:
 
     def _check_numbers(self) -> None:
         """torch.optim.Muon and AdamW are two optimizers, which share a state dict by names alone."""
-        groups = self._contents.settings.items()
-        if self._wanted.layout == "torch" and len({is_muons(group) for id_, group in groups if id_.isdigit()}) > 1:
+        kinds = {*map(is_muons, self._contents.settings.values())}
+        if self._wanted.layout == "torch" and self._contents.is_numbered and len(kinds) > 1:
             raise ValueError(
                 f"{self._source.path} numbers its parameters, and the layout 'torch' is of two optimizers, Muon and "
                 "AdamW: save with torch.distributed.checkpoint.state_dict, which names them"
@@ -269,7 +270,8 @@ class _Conversion:
         for number, ids in enumerate(self._contents.order):
             for key, value in self._settings(ids).items():
                 yield ("param_groups", str(number), key), value
-            yield ("param_groups", str(number), "params"), [int(id_) if id_.isdigit() else id_ for id_ in ids]
+            params = [*map(int, ids)] if self._contents.is_numbered else ids
+            yield ("param_groups", str(number), "params"), params
         first = f"{self._groups_prefix}{next(iter(self._contents.settings), '')}."
         is_flat = any(key.startswith(first) for key in self._source.entries)
         for id_ in self._contents.settings if is_flat else ():

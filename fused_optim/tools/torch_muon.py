@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
-
-import torch
 
 from fused_optim.known_rules import rule_of
 from fused_optim.memory.layout import STEP
 from fused_optim.muon import ALGORITHM
 from fused_optim.state.groups import DESCRIPTION, RULE
 from fused_optim.state.param_state import ParamState
-from fused_optim.state.torch_form import torch_states
+from fused_optim.state.torch_form import muon_keys, torch_states
 
 # Of FusedMuon's param groups: what torch.optim.Muon does, which has no such keys.
 _ONLY_OURS: dict[str, Any] = {
@@ -23,11 +20,6 @@ _ONLY_OURS: dict[str, Any] = {
     "maximize": False,
     "experts": False,
 }
-
-
-@functools.cache
-def _keys() -> frozenset[str]:
-    return frozenset(torch.optim.Muon([torch.zeros(1, 1)]).param_groups[0]) - {"params"}
 
 
 def is_muons(group: Mapping[str, Any]) -> bool:
@@ -45,7 +37,7 @@ def muon_group(group: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(coefficients, str) or not all(isinstance(each, float | int) for each in coefficients):
         raise ValueError(f"ns_coefficients={coefficients}: torch.optim.Muon takes three numbers for all steps alike")
     ours = {*_ONLY_OURS, *DESCRIPTION, RULE, STEP, "momentum_dtype"}
-    return {key: value for key, value in group.items() if key in _keys() or key not in ours}
+    return {key: value for key, value in group.items() if key in muon_keys() or key not in ours}
 
 
 def our_group(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,9 @@ from fused_optim.adam import MOMENTS
 from fused_optim.formats.masters import Master, split_remainder
 from fused_optim.memory.layout import MASTER
 from fused_optim.sharding.dtensor import local_tensor
+from fused_optim.tools.comparison import compare_checkpoints
+from fused_optim.tools.conversion import convert_checkpoint
+from fused_optim.tools.inspector import inspect_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.save in one process
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -580,3 +583,57 @@ def test_positions_must_fit_the_groups(tmp_path: Path) -> None:
     model, optimizer = fresh()
     with one_thread(), pytest.raises(ValueError, match=r"expected param groups of \[3, 3\] parameters, found \[4, 2\]"):
         load_optimizer_checkpoint(model, optimizer, tmp_path / "optimizer.pt")
+
+
+def numbered_names(kind: type, seed: int, inner: str = "") -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Parameters of one shape, whose names are numbers and no positions: param groups have the last one first."""
+    torch.manual_seed(seed)
+    parts = nn.ParameterList(torch.randn(2, 128) for _ in range(3))
+    groups = [{"params": [parts[2]], "lr": 0.1}, {"params": [parts[0], parts[1]], "lr": 0.2}]
+    return nn.ModuleDict({inner: parts}) if inner else parts, kind(groups)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, FusedAdam])
+@one_thread()
+def test_names_that_are_numbers_are_no_positions(kind: type, way: str, tmp_path: Path) -> None:
+    """Each parameter gets its own moments; positions are no names either, and are not renamed."""
+    source, saved = numbered_names(kind, 0)
+    for i, param in enumerate(source.parameters()):
+        param.grad = torch.full_like(param, 1.0 + i)
+    saved.step()
+    path = tmp_path / "checkpoint"
+    state_dict = get_optimizer_state_dict(source, saved) if way == "full" else saved.state_dict()
+    if "full" in way:
+        torch.save({"optimizer": state_dict}, path)
+    else:
+        WAYS[way](source, saved, str(path))
+    by_name = "positions" not in way
+    for inner, rename in (("", None), ("layers", {"": "layers"} if by_name else {"0": "layers.2"})):
+        model, optimizer = numbered_names(FusedAdam, 1, inner)
+        load_optimizer_checkpoint(model, optimizer, path, rename=rename)  # type: ignore[arg-type]
+        for i, param in enumerate(model.parameters()):
+            assert torch.equal(optimizer.state[param]["exp_avg"], torch.full_like(param, 0.1 * (1.0 + i)))
+        assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+    target = tmp_path / "converted"
+    convert_checkpoint(path, target, "unscaled")
+    model, optimizer = numbered_names(FusedAdam, 2)
+    load_optimizer_checkpoint(model, optimizer, target)
+    for i, param in enumerate(model.parameters()):
+        assert torch.equal(optimizer.state[param]["exp_avg"], torch.full_like(param, 0.1 * (1.0 + i)))
+
+
+def test_positions_are_not_taken_for_a_parameters_name(tmp_path: Path) -> None:
+    """Of a checkpoint with numbers for its states, which weight is whose is not known."""
+    model, optimizer = numbered_names(FusedAdam, 0)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "numbered.pt")
+    named = get_optimizer_state_dict(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": named}, tmp_path / "named.pt")
+    parameters = inspect_checkpoint(tmp_path / "numbered.pt")["parameters"]
+    assert not any("parameter" in found for found in parameters.values())
+    assert all("parameter" in found for found in inspect_checkpoint(tmp_path / "named.pt")["parameters"].values())
+    found = compare_checkpoints(tmp_path / "numbered.pt", tmp_path / "named.pt")
+    assert found["tensors"] == found["equal"] == 0

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distributed import same_bits
+from fused_optim.compat import transformer_engine
 from fused_optim.integrations.megatron import FusedAdam, FusedAdamInt16
 from pairwise import pairwise
 
@@ -30,7 +31,7 @@ MASTERS: list[tuple[torch.dtype, dict[str, Any], torch.dtype | None]] = [
 ]
 
 
-def build(size: int, dtype: torch.dtype, kind: type[FusedAdam], options: dict[str, Any]) -> tuple[Tensor, FusedAdam]:
+def build(size: int, dtype: torch.dtype, kind: type[Any], options: dict[str, Any]) -> tuple[Tensor, Any]:
     slice_ = normal(size, 0).to(dtype)
     return slice_, kind([slice_], lr=0.01, **{"master_weights": True, **options})
 
@@ -44,7 +45,7 @@ def step(param: Tensor, optimizer: FusedAdam, seed: int) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("kind", [FusedAdam, FusedAdamInt16])
+@pytest.mark.parametrize("kind", [FusedAdam, FusedAdamInt16, transformer_engine.FusedAdam])
 @pytest.mark.parametrize(
     "master, moment, square, size, has_states",
     pairwise(MASTERS, DTYPES, DTYPES, SIZES, [False, True]),
@@ -56,7 +57,7 @@ def test_every_combination_continues_bit_for_bit(
     square: torch.dtype,
     size: int,
     has_states: bool,
-    kind: type[FusedAdam],
+    kind: type[Any],
 ) -> None:
     dtype, options, master_dtype = master
     options = {**options, "exp_avg_dtype": moment, "exp_avg_sq_dtype": square}
@@ -101,3 +102,14 @@ def test_codes_alone_are_placeholders_of_whole_parameters_too(name: str, dtype: 
     optimizer.load_state_dict(saved)
     after = [param.detach(), *(optimizer.get_unscaled_state(param, each) for each in optimizer.state[param])]
     assert all(map(same_bits, after, before))
+
+
+def test_codes_alone_are_refused_where_nobody_sets_values() -> None:
+    """TransformerEngine's class outside of Megatron-LM: a load that left states out would say nothing."""
+    param = nn.Parameter(normal(640, 0).bfloat16())
+    optimizer = transformer_engine.FusedAdam([param], master_weights=True, exp_avg_dtype=torch.uint8)
+    step(param, optimizer, 1)
+    saved = optimizer.state_dict()
+    saved["state"][0]["exp_avg"] = torch.full((640,), 77, dtype=torch.uint8)
+    with pytest.raises(TypeError, match=r"exp_avg: expected an unscaled floating-point tensor, got torch\.uint8"):
+        optimizer.load_state_dict(saved)

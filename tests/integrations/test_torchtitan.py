@@ -16,6 +16,7 @@ import distributed
 from distributed import Part, assert_same, join_all, part, same_bits
 from foreign_cases import SETTINGS, build, train
 from fused_optim import FusedAdam, FusedAdamW, FusedMuon
+from fused_optim.state.torch_form import unflattened
 from snippets import code_of
 
 optimizers = pytest.importorskip("torchtitan.components.optimizer")
@@ -39,12 +40,15 @@ def named(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def through_flat(model: nn.Module, optimizer: torch.optim.Optimizer, path: str, load: bool) -> dict[str, Part]:
-    """What its container does to save and to load, and what the optimizer has then."""
+    """What its container, and ours, does to save and to load, and what the optimizer has then."""
     utils.init_optim_state(optimizer)
     flat = utils.get_flat_optim_state_dict(optimizer)
     if load:
         dcp.load(flat, checkpoint_id=path)
-        utils.load_flat_optim_state_dict(optimizer, flat)
+        if isinstance(optimizer, FusedAdamW):
+            optimizer.load_state_dict(unflattened(optimizer.store, flat))
+        else:
+            utils.load_flat_optim_state_dict(optimizer, flat)
     else:
         dcp.save(flat, checkpoint_id=path)
     state_dict = optimizer.state_dict()

@@ -1,4 +1,7 @@
-"""torch's flattened and full state dicts under ``checkpoint_format="torch"`` load wherever torch.optim.AdamW's do."""
+"""torch's flattened and full state dicts under ``checkpoint_format="torch"``: AdamW's and ours, as each other's.
+
+Flattened ones torch loads by the keys of running param groups, which are our own: torch.optim.AdamW loads ours.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,8 @@ def outcome(source: Source, loader: type, saved: dict[str, bool], loaded: dict[s
         set_optimizer_state_dict(model, fresh, state_dict, options=StateDictOptions(**options))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    found = [part(fresh.state[p][name])[2] for p in model.parameters() for name in ("step", "exp_avg", "exp_avg_sq")]
+    states = fresh.state_dict()["state"].values()
+    found = [part(own[name])[2] for own in states for name in ("step", "exp_avg", "exp_avg_sq")]
     return [*found, torch.tensor([group["lr"] for group in fresh.param_groups])]
 
 
@@ -77,7 +81,7 @@ def compare() -> list[str]:
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            pairs = itertools.product(sources, kinds)
+            pairs = itertools.product(sources, kinds[:1] if saved["flatten_optimizer_state_dict"] else kinds)
             expected, *found = [outcome(*pair, saved, loaded, flattens) for pair in pairs]
         for each in found:
             if isinstance(expected, str):

@@ -258,6 +258,7 @@ BETWEEN: dict[str, Callable[[ShardedOptimizer], object]] = {
 def clipped(optimizer: ShardedOptimizer) -> None:
     first(optimizer).grad = torch.ones_like(first(optimizer))
     optimizer.clip_grad_norm_(0.1)
+    optimizer.zero_grad()
 
 
 def refused(optimizer: ShardedOptimizer) -> None:

@@ -154,3 +154,42 @@ def test_other_optimizers_checkpoints_leave_the_choice() -> None:
     optimizer.load_state_dict(theirs.state_dict())
     assert optimizer.store.rounds_by_names
     assert [group["fused_optim_native"] for group in optimizer.state_dict()["param_groups"]] == [2]
+
+
+# --- names beside parameters that users change ------------------------------------------------------------------------
+
+
+def calls(optimizer: FusedAdam) -> list[Callable[[], object]]:
+    late = {"params": [nn.Parameter(torch.ones(3))], "param_names": ["late", "later"]}
+    return [optimizer.step, optimizer.state_dict, optimizer.summary, lambda: optimizer.add_param_group(late)]
+
+
+@pytest.mark.parametrize("change", ["removed", "appended", "moved to the other group"])
+@pytest.mark.parametrize("is_stepped", [False, True])
+def test_params_without_their_names_are_refused(change: str, is_stepped: bool) -> None:
+    """By all that reads names; with both lists changed alike the run goes on, each name beside its parameter."""
+    model = Model()
+    pairs = list(model.named_parameters())
+    optimizer = FusedAdam([{"params": pairs[:2]}, {"params": pairs[2:]}], exp_avg_sq_dtype="int8")
+    step(model, [optimizer], range(1 if is_stepped else 0))
+    first, second = optimizer.param_groups
+    before = everything(model, [optimizer])
+    if change == "appended":
+        first["params"].append(nn.Parameter(torch.ones(2, 128)))
+    else:
+        moved = first["params"].pop(0)
+        second["params"] += [moved] * (change != "removed")
+    count = len(optimizer.param_groups)
+    for call in calls(optimizer):
+        with pytest.raises(ValueError, match=r"param group has \d parameters but \d names: .* param_names alike"):
+            call()
+    assert len(optimizer.param_groups) == count and not differing(everything(model, [optimizer]), before)
+    names = {param: name for name, param in pairs}
+    for group in optimizer.param_groups:
+        group["param_names"] = [names.get(param, "new") for param in group["params"]]
+    step(model, [optimizer], range(1, 2))
+    assert all(
+        f"({name!r}, " in optimizer.store.describe(p)
+        for name, p in pairs
+        if change != "removed" or p is not pairs[0][1]
+    )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -24,6 +25,7 @@ import distributed
 from cases import values
 from distributed import same_bits
 from fused_optim import FusedAdam, enable_gradient_release
+from fused_optim.checkpoint import Checkpointer
 from fused_optim.compat import apex, transformer_engine
 from fused_optim.sharding.dtensor import local_tensor
 from pairwise import pairwise
@@ -324,3 +326,95 @@ def test_other_parameters_are_not_taken() -> None:
     with pytest.raises(KeyError, match="does not hold this parameter"):
         optimizer.set_scaled_state(torch.ones(3), "exp_avg", torch.zeros(3))
     assert not optimizer.state
+
+
+# --- entries that are no parameters', and parameters that left --------------------------------------------------------
+
+
+def entries() -> dict[Any, Any]:
+    return {"test": 1, "flag": False, "averages": {"loss": torch.ones(3), "by name": [2.5]}, ("a", 1): None}
+
+
+@pytest.mark.parametrize("form", ["unscaled", "native", "torch"])
+@pytest.mark.parametrize("when", ["before the first step", "later"])
+def test_entries_under_other_keys_are_kept_saved_and_loaded(when: str, form: str) -> None:
+    """As by torch.optim.AdamW: what is loaded takes the place of all that was there."""
+    found = []
+    for kind in (torch.optim.AdamW, FusedAdam):
+        (model, other), options = (nn.Linear(128, 6), nn.Linear(128, 6)), {"lr": 0.01}
+        options |= {} if kind is torch.optim.AdamW else {"exp_avg_dtype": "int8", "checkpoint_format": form}
+        optimizer, loaded = kind(model.parameters(), **options), kind(other.parameters(), **options)
+        given = entries()
+        if when == "later":
+            train(model, optimizer)
+        optimizer.state.update(given)
+        train(model, optimizer)
+        assert all(optimizer.state[key] is value for key, value in given.items())
+        loaded.state.update({"stale": 2, "test": 0})
+        loaded.load_state_dict(optimizer.state_dict())
+        train(other, loaded)
+        twin = copy.deepcopy(loaded)
+        for each in (loaded, twin):
+            kept = {key: value for key, value in each.state.items() if not isinstance(key, Tensor)}
+            assert torch.equal(kept["averages"].pop("loss"), torch.ones(3))
+            found.append(kept)
+        if kind is FusedAdam:
+            optimizer.summary(), optimizer.diagnostics(), optimizer.initialize_state()
+            assert loaded.state_bytes() == optimizer.state_bytes() > 0
+    assert found[0] == found[1] == found[2] == found[3] and "stale" not in found[0]
+
+
+@pytest.mark.parametrize("is_stepped", [False, True])
+def test_states_of_parameters_that_left_the_groups(is_stepped: bool) -> None:
+    """Left out of saves. Kept as torch.optim keeps them, and counted, if a step has made them; else memory is freed."""
+    model, optimizer = build("float32", store_param_remainders=None)
+    old, bias = list(model.parameters())
+    if is_stepped:
+        train(model, optimizer)
+    else:
+        optimizer.initialize_state()
+        optimizer.state[old]["mask"] = 1
+    before, bytes_before = optimizer.state_dict(), optimizer.state_bytes()
+    new = nn.Parameter(old.detach().clone())
+    optimizer.param_groups[0]["params"] = [new, bias]  # as Accelerate's preparation for FSDP2
+    saved = optimizer.state_dict()
+    assert [*saved["state"]] == [1] and same_bits(saved["state"][1]["exp_avg"], before["state"][1]["exp_avg"])
+    new.grad = torch.ones_like(new)
+    optimizer.step()
+    assert [*optimizer.state_dict()["state"]] == [0, 1]
+    own = 6 * 128 * (1 + 4) + 6 * 4  # codes, FP32, scales
+    assert optimizer.state_bytes() == bytes_before + own * is_stepped
+    if not is_stepped:
+        assert optimizer.state[old] == {"mask": 1}
+        return
+    moved = optimizer.get_unscaled_state(new, "exp_avg_sq").clone()
+    optimizer.param_groups[0]["params"] = [old, bias]
+    assert same_bits(optimizer.state_dict()["state"][0]["exp_avg"], before["state"][0]["exp_avg"])
+    assert same_bits(optimizer.store.departed[0].read("exp_avg_sq"), moved)
+    fresh = optimizer.state_dict()
+    optimizer.load_state_dict(fresh)  # which replaces all states, as torch.optim's does
+    assert not optimizer.store.departed and optimizer.state_bytes() == bytes_before and new not in optimizer.state
+
+
+def through_the_checkpointer(form: str, path: str) -> dict[Any, Any]:
+    """Parts of a model, as the stages of a pipeline have them, where there are several ranks."""
+    stages = nn.ModuleList(nn.Linear(128, 6) for _ in range(2))
+    model = nn.ModuleDict({str(i): stages[i] for i in ([dist.get_rank()] if dist.is_initialized() else range(2))})
+    optimizers = [FusedAdam(model.parameters(), exp_avg_dtype="int8") for _ in range(2)]
+    train(model, optimizers[0])
+    optimizers[0].state.update(entries())
+    for optimizer in optimizers:
+        with Checkpointer(model, optimizer, path, format=form, sigterm=False) as checkpointer:
+            checkpointer.save(1) if optimizer is optimizers[0] else checkpointer.load_latest()
+    train(model, optimizers[1])
+    assert len(optimizers[1].state) == 4 + 2 * len(model)
+    return {key: value for key, value in optimizers[1].state.items() if not isinstance(key, Tensor)}
+
+
+@FORMS
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_entries_under_other_keys_are_in_checkpoints(ranks: int, form: str, tmp_path: Path) -> None:
+    arguments = through_the_checkpointer, form, str(tmp_path)
+    for found in distributed.run(ranks, *arguments) if ranks else [through_the_checkpointer(*arguments[1:])]:
+        assert torch.equal(found["averages"].pop("loss"), torch.ones(3)) and found["averages"] == {"by name": [2.5]}
+        assert {key: found[key] for key in entries() if key != "averages"} == {"test": 1, "flag": False, ("a", 1): None}

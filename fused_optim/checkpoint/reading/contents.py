@@ -18,12 +18,13 @@ from torch import Tensor
 
 from fused_optim.checkpoint.reading.leeway import Naming
 from fused_optim.checkpoint.reading.source import Source
-from fused_optim.checkpoint.storage.nested import Path, assembled, setting_after
+from fused_optim.checkpoint.storage.nested import Path, assembled, path_after, setting_after
 from fused_optim.known_rules import ALL_STATES, rule_of
 from fused_optim.memory.host_memory import room
 from fused_optim.memory.layout import MASTER, STEP
 
 AMSGRAD = "max_exp_avg_sq"
+ENTRIES = "entries"  # of `optimizer.state` under keys that are no parameters: a list of keys and values
 _KNOWN = (*ALL_STATES, AMSGRAD, MASTER, STEP)  # in the checkpoints of other libraries, too
 NOT_SETTINGS = ("params", "param_names", "step")  # of a param group
 _PARAMS = re.compile(r"(?P<number>\d+)\.params")  # of a param group with a number
@@ -41,11 +42,17 @@ class Contents:
 
     prefix: str  # of the keys: what is before ``state.``
     naming: Naming
+    known_states: re.Pattern[str]  # see `_component_of`
     # id -> state -> component ("": whole) -> key
     states: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
     others: dict[str, dict[str, str]] = field(default_factory=dict)  # id -> what users keep beside the states -> key
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # id -> setting -> value
     order: list[list[str]] = field(default_factory=list)  # ids by group, where the checkpoint has groups
+    is_numbered: bool = False  # whether ids are positions, which are no names: a name may be a number, too
+
+    def id(self, saved: str) -> str:
+        """What a parameter is called here."""
+        return saved if self.is_numbered else self.naming(saved)
 
     @property
     def state_keys(self) -> set[str]:
@@ -68,26 +75,26 @@ class Contents:
 
 
 def read_contents(source: Source) -> Contents:
-    """:func:`find_contents` with the settings, where nothing is known of the model."""
+    """:func:`find_contents` with what it holds, where nothing is known of the model."""
     contents = find_contents(source, Naming())
-    read_settings(source, contents)
+    sort_contents(source, contents)
     return contents
 
 
 def find_contents(source: Source, naming: Naming, states: Iterable[str] = ()) -> Contents:
-    """What the keys say; nothing is read. ``states``: the names of those that there may be beside Adam's.
+    """Where they are; nothing is read. ``states``: the names of those that there may be beside Adam's.
 
     Raises :class:`NoStates` where there are neither states nor param groups.
     """
     _check_lengths(source)
     known = _component_of(frozenset({*_KNOWN, *states}))
-    return _sorted_by_parameter(source, Contents(_find_prefix(source, naming, known), naming), known)
+    return Contents(_find_prefix(source, naming, known), naming, known)
 
 
 def find_others(source: Source, naming: Naming, prefix: str) -> Contents:
     """Of an optimizer of which nothing is known: all states are among ``others``."""
     _check_lengths(source)
-    return _sorted_by_parameter(source, Contents(prefix, naming), _component_of(frozenset()))
+    return Contents(prefix, naming, _component_of(frozenset()))
 
 
 def _check_lengths(source: Source) -> None:
@@ -95,18 +102,40 @@ def _check_lengths(source: Source) -> None:
         raise ValueError(f"{source.path}: {long[:100]}...: expected keys of {_LONGEST} characters at most")
 
 
-def _sorted_by_parameter(source: Source, contents: Contents, known: re.Pattern[str]) -> Contents:
+def sort_contents(source: Source, contents: Contents) -> None:
+    """Sort what was found by parameter; of it, the settings of param groups are read."""
+    first = f"{contents.prefix}param_groups."
+    texts = {key: key.removeprefix(first) for key in source.entries if key.startswith(first)}
+    lists = {match["number"]: key for key, text in texts.items() if (match := _PARAMS.fullmatch(text))}
+    source.check(texts)  # before memory is reserved
+    infos = {key: source.entries[key] for key in texts}
+    values = source.read({key: None if info is None else room(info.shape, info.dtype) for key, info in infos.items()})
+    contents.is_numbered = any(type(id_) is int for key in lists.values() for id_ in values[key])
+    _sort_states(source, contents)
+    found: dict[str, dict[Path, Any]] = {}
+    for key, text in texts.items():
+        group, setting = _group_and_setting(text, source.place(key), lists, contents)
+        found.setdefault(group, {})[setting_after(source.place(key), setting)] = values[key]
+    groups = {group: assembled(settings) for group, settings in found.items()}
+    for group in sorted(lists, key=int):
+        settings = groups.pop(group)
+        contents.order.append([contents.id(str(id_)) for id_ in settings.pop("params")])
+        contents.settings.update({id_: settings for id_ in contents.order[-1]})
+    contents.settings.update({contents.id(id_): settings for id_, settings in groups.items()})
+
+
+def _sort_states(source: Source, contents: Contents) -> None:
     first, others = f"{contents.prefix}state.", []
     for key in source.entries:
-        if match := _state_of(key, contents.prefix, known):
-            states = contents.states.setdefault(contents.naming.note(match["id"]), {})
+        if match := _state_of(key, contents.prefix, contents.known_states):
+            id_ = match["id"] if contents.is_numbered else contents.naming.note(match["id"])
+            states = contents.states.setdefault(id_, {})
             states.setdefault(match["name"], {})[match["component"] or ""] = key
         elif key.startswith(first):
             others.append(key)
     for key in others:
         if found := _split(key.removeprefix(first), contents):
-            contents.others.setdefault(contents.naming(found[0]), {})[found[1]] = key
-    return contents
+            contents.others.setdefault(contents.id(found[0]), {})[found[1]] = key
 
 
 def _split(text: str, contents: Contents) -> tuple[str, str] | None:
@@ -114,35 +143,26 @@ def _split(text: str, contents: Contents) -> tuple[str, str] | None:
     parts = text.split(".")
     for count in range(len(parts) - 1, 0, -1):
         saved = ".".join(parts[:count])
-        id_ = contents.naming(saved)
-        if id_ in contents.states or id_ in contents.naming.known:
+        id_ = contents.id(saved)
+        if id_ in contents.states or (not contents.is_numbered and id_ in contents.naming.known):
             return saved, ".".join(parts[count:])
     return None
 
 
 def optimizer_keys(source: Source, prefix: str) -> set[str]:
     """All that is the optimizer's."""
-    return {key for key in source.entries if key.startswith((f"{prefix}state.", f"{prefix}param_groups."))}
+    firsts = tuple(f"{prefix}{each}." for each in ("state", "param_groups", ENTRIES))
+    return {key for key in source.entries if f"{key}.".startswith(firsts)}
 
 
-def read_settings(source: Source, contents: Contents) -> None:
-    """Of the param groups."""
-    first = f"{contents.prefix}param_groups."
-    texts = {key: key.removeprefix(first) for key in source.entries if key.startswith(first)}
-    numbers = {match["number"] for text in texts.values() if (match := _PARAMS.fullmatch(text))}
-    source.check(texts)  # before memory is reserved
-    infos = {key: source.entries[key] for key in texts}
+def read_entries(source: Source, prefix: str) -> dict[Any, Any]:
+    """What users keep in an optimizer's states under keys of their own."""
+    first = f"{prefix}{ENTRIES}"
+    keys = [key for key in source.entries if key == first or key.startswith(f"{first}.")]
+    infos = {key: source.entries[key] for key in keys}
     values = source.read({key: None if info is None else room(info.shape, info.dtype) for key, info in infos.items()})
-    found: dict[str, dict[Path, Any]] = {}
-    for key, text in texts.items():
-        group, setting = _group_and_setting(text, source.place(key), numbers, contents)
-        found.setdefault(group, {})[setting_after(source.place(key), setting)] = values[key]
-    groups = {group: assembled(settings) for group, settings in found.items()}
-    for group in sorted(numbers, key=int):
-        settings = groups.pop(group)
-        contents.order.append([contents.naming(str(id_)) for id_ in settings.pop("params")])
-        contents.settings.update({id_: settings for id_ in contents.order[-1]})
-    contents.settings.update({contents.naming(id_): settings for id_, settings in groups.items()})
+    places = {key: path_after(source.place(key), key.removeprefix(prefix)) for key in keys}
+    return dict(assembled({places[key]: value for key, value in values.items()}).get(ENTRIES, ()))
 
 
 def _group_and_setting(text: str, place: Path, numbers: Collection[str], contents: Contents) -> tuple[str, str]:
@@ -230,7 +250,7 @@ def _find_prefix(source: Source, naming: Naming, states: re.Pattern[str]) -> str
             prefix = key[: start.start()]
             match = _state_of(key, prefix, states)
             total[prefix] += bool(match) or start[0] == "param_groups."
-            known[prefix] += bool(match and (naming(match["id"]) in naming.known or match["id"].isdigit()))
+            known[prefix] += bool(match and (match["id"].isdigit() or naming(match["id"]) in naming.known))
     ranked = sorted(total, key=lambda prefix: (known[prefix], total[prefix]), reverse=True)
     if not ranked or not total[ranked[0]]:
         found = ", ".join(list(source.entries)[:4]) or "nothing"

@@ -61,7 +61,7 @@ class Naming:
         return name
 
     def _renamed(self, saved: str) -> str:
-        if self._rename is None or saved.isdigit():  # positions are no names
+        if self._rename is None:
             return saved
         if not isinstance(self._rename, Mapping):
             return _name(self._called(saved), saved)

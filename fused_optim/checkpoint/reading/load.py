@@ -22,9 +22,10 @@ from fused_optim.checkpoint.reading.contents import (
     find_contents,
     nested,
     optimizer_keys,
-    read_settings,
+    read_entries,
     read_small,
     read_steps,
+    sort_contents,
 )
 from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
 from fused_optim.checkpoint.reading.leeway import Differences, Leeway, Naming, Rename
@@ -38,9 +39,10 @@ from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import check_order, check_whole, describe, some_of
 from fused_optim.sharding.collective import distinct, on_all_ranks, parameter_names
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor
+from fused_optim.state.given import warn_of_earlier_steps
 from fused_optim.state.groups import DESCRIPTION, RULE, check_rule
 from fused_optim.state.remainders import is_remainder, misfits, unpack_remainder
-from fused_optim.state.state_dict import check, check_states, taken_keys, warn_of_earlier_steps
+from fused_optim.state.state_dict import check, check_states, taken_keys
 
 _Components = Mapping[str, Mapping[str, str]]  # state -> component ("": whole) -> key
 
@@ -126,7 +128,7 @@ def checked(
         keys = optimizer_keys(source, contents.prefix)
         verify_items(folder_at(source.path), keys, required=bool(verify), metadata=metadata)
     with on_all_ranks(doing):
-        read_settings(source, contents)
+        sort_contents(source, contents)
         loader = Loader(model, optimizer, source, contents, leeway)
     return loader
 
@@ -158,6 +160,7 @@ class Loader:
         self._groups = [self._group(number, members) for number, members in enumerate(self._members())]
         self._objects = self._read_objects()
         self._state: dict[int, dict[str, Any]] = {}
+        self._entries: dict[Any, Any] = {}
         self._check()
 
     @torch.no_grad()
@@ -183,7 +186,8 @@ class Loader:
         with on_all_ranks(doing):
             self._check_parameters(self._state)
         with on_all_ranks(doing):
-            self.optimizer.load_state_dict({"state": self._state, "param_groups": self._groups})
+            state = {**self._state, **self._entries}
+            self.optimizer.load_state_dict({"state": state, "param_groups": self._groups})
             self.optimizer.store.resolve_pending()
 
     @property
@@ -208,7 +212,7 @@ class Loader:
         """Each parameter's id in the checkpoint; "" where it has nothing for it."""
         known, saved = self.contents.naming.known, self.contents.states
         listed = set(self.contents.settings) | set(saved)
-        if listed and all(id_.isdigit() for id_ in listed) and not listed & known:
+        if self.contents.is_numbered:
             return self._match_positions()
         ids = [next((n for n in self.names.get(p, ()) if n in listed), "") for p in self.params]
         new = [i for i, id_ in enumerate(ids) if not id_ and self.params[i].requires_grad]
@@ -393,6 +397,7 @@ class Loader:
             buffers |= {key: buffer_beside(self.params[i], self.source.entries[key]) for key in keys.values()}
         values = self._objects | self.source.read(buffers)
         state: dict[int, dict[str, Any]] = {i: {} for i in range(len(self.ids)) if i in self._found or others[i]}
+        self._entries = read_entries(self.source, self.contents.prefix)
         for i, own in state.items():
             own |= self._zeros(i) | {name: nested(keys, values) for name, keys in self._found.get(i, {}).items()}
             own |= assembled({setting_after(self.source.place(key), t): values[key] for t, key in others[i].items()})

@@ -181,7 +181,8 @@ def read_optimizer(source: Source, model: Source | None = None) -> SavedOptimize
         return None
     check_version(contents.settings.values(), str(source.path))
     names = _names(contents)
-    weights = _weights(source if model is None else model, set(names.values()), contents.state_keys)
+    known = {name for id_, name in names.items() if not contents.is_numbered or name != id_}
+    weights = _weights(source if model is None else model, known, contents.state_keys)
     states = {
         names[id_]: {
             name: SavedState(source, names[id_], name, found[name], weights.get(names[id_]))

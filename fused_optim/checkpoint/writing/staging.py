@@ -6,7 +6,7 @@ import copy
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, is_dataclass
 from itertools import chain
@@ -198,12 +198,13 @@ def _is_captured(optimizer: Optimizer) -> bool:
 def _named(optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, Tensor]]:
     """The parameters, for messages."""
     for optimizer in optimizers:
-        params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-        names = list(
-            chain.from_iterable(g.get("param_names", [None] * len(g["params"])) for g in optimizer.param_groups)
-        )
-        for index, (param, name) in enumerate(zip(params, names, strict=True)):
-            yield name or f"parameter {index} of shape {tuple(param.shape)}", param
+        index = 0
+        for group in optimizer.param_groups:
+            params, names = group["params"], group.get("param_names", ())
+            fits = len(names) == len(params)  # not where users have changed one of the two alone
+            for param, name in zip(params, names if fits else [None] * len(params), strict=True):
+                yield name or f"parameter {index} of shape {tuple(param.shape)}", param
+                index += 1
 
 
 def _memory_of(optimizers: Iterable[Optimizer]) -> set[int]:
@@ -211,7 +212,7 @@ def _memory_of(optimizers: Iterable[Optimizer]) -> set[int]:
     found: set[int] = set()
     for optimizer in optimizers:
         tensors: list[Any] = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-        tensors += chain.from_iterable(states.values() for states in optimizer.state.values())
+        tensors += chain.from_iterable(own.values() for own in optimizer.state.values() if isinstance(own, Mapping))
         if isinstance(optimizer, ShardedOptimizer):
             tensors += (layout.scales for layout in optimizer.store.layouts.of(optimizer.state).values())
         for tensor in tensors:
