@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -30,7 +29,6 @@ from fused_optim.checkpoint.storage.folders import LocalFolder, PathLike, folder
 from fused_optim.checkpoint.storage.garbage import without_collection
 from fused_optim.checkpoint.storage.nested import flat
 from fused_optim.checkpoint.storage.retention import Retention, finite_metrics
-from fused_optim.checkpoint.storage.torch_errors import SINGLE_PROCESS
 from fused_optim.checkpoint.termination import EXIT_STATUS, Termination
 from fused_optim.checkpoint.writing.background import outcome, watched
 from fused_optim.checkpoint.writing.staging import PinnedStager
@@ -146,8 +144,6 @@ class Checkpointer:
         self.report: CheckpointReport | None = None
         if self._termination is not None:
             weakref.finalize(self, self._termination.close).atexit = False
-        if self._group is None:
-            warnings.filterwarnings("ignore", SINGLE_PROCESS)
 
     # --- saving -------------------------------------------------------------------------------------------------
 

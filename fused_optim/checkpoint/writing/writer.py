@@ -66,11 +66,11 @@ class Writer:
 
     def write(self, plan: SavePlan, planner: SavePlanner, files: RankFiles) -> list[WriteResult]:
         """What is planned for this rank. Where each item is then, in the same order for the same plan."""
+        self._folder.create()
         needed, free = sum(map(size_of, plan.items)), self._folder.free()
         if free is not None and needed > free:
             raise self._no_room(files, needed)
         shares = _shares(plan.items, min(self._most_files, 1 + needed // _FILE_BYTES))
-        self._folder.create()
         stop = threading.Event()
 
         def write(number: int) -> list[WriteResult]:
