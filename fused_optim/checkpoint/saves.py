@@ -64,7 +64,6 @@ class BackgroundSaves:
         self._progress = progress
         self._saver = Saver(group)
         self._ranks = world_size()
-        self._is_tidy = False
 
     def submit(
         self, pool: Executor, step: int, staged: Future[dict[str, Any]], metrics: dict[str, float]
@@ -84,6 +83,14 @@ class BackgroundSaves:
             with _asking:
                 before, _ends[place] = _ends.get(place), ended
         return Save(step, staged, metrics, before, ended)
+
+    def release(self) -> None:
+        """Let other runs have the folder, once all saves of this process are made that are under way there."""
+        with _asking:
+            last = _ends.pop(self._directory.folder.place, None)
+        if last is not None:
+            last.wait()
+        self._directory.release()
 
     def run(self, save: Save) -> str | None:
         """What went wrong, on every rank if it did on one."""
@@ -144,9 +151,6 @@ class BackgroundSaves:
         attempt = ""
         with on_all_ranks(doing, group=self._group):
             if this_rank() == 0:
-                if not self._is_tidy:
-                    self._directory.tidy()
-                    self._is_tidy = True
                 attempt = self._directory.begin(step)
         return gather(attempt, group=self._group)[0]
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PosixPath
 from typing import Any, BinaryIO
 
@@ -35,7 +35,7 @@ import fresh
 from checkpoint_cases import wait_for
 from fused_optim import FusedAdamW
 from fused_optim.checkpoint import Checkpointer, extras
-from fused_optim.checkpoint.storage import checksums, manifest, metadata, owners
+from fused_optim.checkpoint.storage import checksums, lock, manifest, metadata
 from fused_optim.checkpoint.storage.folders import LocalFolder, RemoteFolder, folder_at
 from fused_optim.checkpoint.storage.manifest import FILE as MANIFEST
 from native_cases import build, train, trained
@@ -93,19 +93,56 @@ def test_a_failed_save_can_be_repeated(force: bool, tmp_path: Path) -> None:
     checkpointer.save(1, force=force)
     with pytest.raises(RuntimeError, match=r"saving step 1 to .* failed: .*no room"):
         checkpointer.wait()
-    assert names(tmp_path) == []
+    assert names(tmp_path) == [lock.FILE]
     checkpointer._directory.folder = LocalFolder(tmp_path)
     checkpointer.save(1, force=force)
-    checkpointer.save(1, force=True)  # nothing to do: it is under way
     checkpointer.close()
     assert checkpointer.steps() == [1] and names(tmp_path) == ["step-00000001"]
+
+
+def number_of(checkpointer: Checkpointer, step: int) -> int:
+    found = checkpointer._find(step).manifest
+    assert found is not None
+    return found.number
+
+
+CHANGES: dict[str, Callable[[Checkpointer, Any, Any], Any]] = {
+    "steps": lambda checkpointer, model, optimizer: train(model, optimizer, range(9)),
+    "load": lambda checkpointer, model, optimizer: checkpointer.load(1, strict=False),
+    "load and steps": lambda checkpointer, model, optimizer: (
+        checkpointer.load_latest(),
+        train(model, optimizer, range(9)),
+    ),
+    "a load of another step": lambda checkpointer, model, optimizer: checkpointer.load(2, model_only=True),
+    "nothing": lambda checkpointer, model, optimizer: None,
+}
+
+
+@pytest.mark.parametrize("force", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_step_that_exists_is_saved_as_it_is_now(change: str, force: bool, tmp_path: Path) -> None:
+    """Its number says nothing about the model."""
+    model, optimizer = trained(REM16, torch.int8)
+    with Checkpointer(model, optimizer, tmp_path, sigterm=False) as checkpointer:
+        for step in (2, 1):
+            train(model, optimizer, range(step))
+            checkpointer.save(step)
+        checkpointer.wait()
+        before = number_of(checkpointer, 1)
+        CHANGES[change](checkpointer, model, optimizer)
+        checkpointer.save(1, force=force)
+        checkpointer.wait()
+        assert number_of(checkpointer, 1) == before + 1
+    read, read_optimizer = build(REM16, torch.int8)
+    assert Checkpointer(read, read_optimizer, tmp_path, readonly=True).load(1) == 1
+    assert all(map(torch.equal, read.parameters(), model.parameters()))
 
 
 def test_an_earlier_failure_does_not_swallow_the_save_that_is_due(tmp_path: Path) -> None:
     checkpointer = opened(tmp_path)
     checkpointer._directory.folder = full(tmp_path)
     checkpointer.save(1)
-    while not checkpointer._saves[0][1].done():
+    while not checkpointer._saves[0].done():
         pass
     checkpointer._directory.folder = LocalFolder(tmp_path)
     with pytest.raises(RuntimeError, match="saving step 1"):
@@ -370,61 +407,6 @@ def test_a_save_reads_no_more_of_older_checkpoints_than_their_names(
 
 
 # --- readers and writers ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def another_process() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(["sleep", "600"])
-    yield process
-    process.kill()
-    process.wait()
-
-
-def begun_by(process: subprocess.Popen[bytes], draft: Path) -> None:
-    draft.mkdir(parents=True)
-    owners.write(LocalFolder(draft))
-    content = json.loads((draft / owners.FILE).read_text())
-    content |= {"pid": process.pid, "started": owners._started(process.pid)}
-    (draft / owners.FILE).write_text(json.dumps(content))
-    (draft / "__0_0.distcp").write_bytes(b"half")
-
-
-def test_readers_leave_a_running_save_alone(another_process: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    """Writers say whose it is, until that process has ended."""
-    with opened(tmp_path) as checkpointer:
-        checkpointer.save(1)
-    draft = tmp_path / ".unfinished-step-00000002.0123abcd"
-    begun_by(another_process, draft)
-    for options in ({}, {"readonly": True}):
-        with opened(tmp_path, **options) as reader:
-            assert reader.load_latest() == 1 and reader.steps() == [1]
-    assert names(draft) == ["__0_0.distcp", owners.FILE]
-    writer = opened(tmp_path)
-    writer.save(3)
-    with pytest.raises(RuntimeError, match=rf"process {another_process.pid} on .* writes step-00000002.*readonly=True"):
-        writer.wait()
-    assert names(draft) == ["__0_0.distcp", owners.FILE]
-    another_process.kill()
-    another_process.wait()
-    writer.save(3)
-    writer.close()
-    assert names(tmp_path) == ["step-00000001", "step-00000003"]
-
-
-def test_a_draft_of_another_machine_is_forsaken_after_a_day(tmp_path: Path) -> None:
-    draft = tmp_path / ".unfinished-step-00000002.0123abcd"
-    draft.mkdir()
-    owners.write(LocalFolder(draft))
-    content = json.loads((draft / owners.FILE).read_text()) | {"host": "elsewhere 1 2"}
-    (draft / owners.FILE).write_text(json.dumps(content))
-    writer = opened(tmp_path)
-    writer.save(3)
-    with pytest.raises(RuntimeError, match="on elsewhere writes step-00000002"):
-        writer.wait()
-    (draft / owners.FILE).write_text(json.dumps(content | {"time": content["time"] - owners.FORSAKEN - 1}))
-    writer.save(3)
-    writer.close()
-    assert names(tmp_path) == ["step-00000003"]
 
 
 def test_readonly(tmp_path: Path) -> None:
