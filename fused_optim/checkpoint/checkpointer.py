@@ -18,16 +18,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fused_optim.checkpoint.collect import Collector
-from fused_optim.checkpoint.extras import Stateful, check_extra, check_loadable
+from fused_optim.checkpoint.extras import Stateful, check_extra
 from fused_optim.checkpoint.loads import CheckpointReport, Compared, LoadOptions, Loads
-from fused_optim.checkpoint.random_states import RandomStates
+from fused_optim.checkpoint.random_states import RANDOM_STATES, RandomStates
 from fused_optim.checkpoint.reading.leeway import Leeway, Rename
 from fused_optim.checkpoint.saves import BackgroundSaves
 from fused_optim.checkpoint.storage.damage import Damaged, is_damage
 from fused_optim.checkpoint.storage.directory import CheckpointDirectory, Found, have_rotated
 from fused_optim.checkpoint.storage.folders import LocalFolder, PathLike, folder_at
 from fused_optim.checkpoint.storage.garbage import without_collection
-from fused_optim.checkpoint.storage.nested import flat
 from fused_optim.checkpoint.storage.retention import Retention, finite_metrics
 from fused_optim.checkpoint.termination import EXIT_STATUS, Termination
 from fused_optim.checkpoint.writing.background import outcome, watched
@@ -118,8 +117,11 @@ class Checkpointer:
         retention = Retention.of(keep, keep_every, keep_best)
         if format not in ("native", "unscaled"):
             raise ValueError(f"format: expected 'native' or 'unscaled', got {format!r}")
-        self._extra = check_extra({**(extra or {}), **({"random_states": RandomStates()} if random_states else {})})
-        self._is_loadable = False  # what extras save, as was looked at once
+        self._extra = check_extra(extra or {})
+        if random_states:
+            if RANDOM_STATES in self._extra:
+                raise ValueError(f"extra {RANDOM_STATES!r}: random_states=True saves one of that name; rename yours")
+            self._extra[RANDOM_STATES] = RandomStates()
         self._every = None if every is None else whole_number("every", every, 1)
         self._form = format
         self._states = Collector(model, optimizer)
@@ -258,13 +260,6 @@ class Checkpointer:
     def _collect(self) -> dict[str, Any]:
         extra = {name: value.state_dict() for name, value in self._extra.items()}
         model, optimizer = self._states.model_state(), self._states.optimizer_state(self._form, "stager")
-        if not self._is_loadable:
-            for key, value in flat({"model": model, "optimizer": optimizer})[0].items():
-                if not isinstance(value, torch.Tensor):
-                    check_loadable(key, value)
-            for name, state in extra.items():
-                check_loadable(f"extra {name}", state)
-            self._is_loadable = True
         return {"model": model, "optimizer": optimizer, "extra": extra}
 
     def wait(self) -> None:

@@ -21,6 +21,7 @@ from fused_optim.checkpoint.collect import Collector
 from fused_optim.checkpoint.storage import checksums, manifest
 from fused_optim.checkpoint.storage.directory import CheckpointDirectory
 from fused_optim.checkpoint.storage.manifest import Manifest
+from fused_optim.checkpoint.writing.loadable import check_loadable
 from fused_optim.checkpoint.writing.saver import Saver
 from fused_optim.checkpoint.writing.writer import Written
 from fused_optim.options.reading import CheckpointFormat
@@ -129,7 +130,10 @@ class BackgroundSaves:
     def _add_extras(self, state: dict[str, Any], doing: str) -> dict[str, list[int]]:
         """Pack a state's extras as what this rank adds to the checkpoint. Returns who adds whose."""
         with on_all_ranks(doing, group=self._group):
-            packed = {name: extras.pack(name, each) for name, each in state.pop("extra").items()}
+            packed = {}
+            for name, each in state.pop("extra").items():
+                check_loadable(f"extra {name}", each)
+                packed[name] = extras.pack(name, each)
         owners = extras.owners_of(gather({name: each.digest for name, each in packed.items()}, group=self._group))
         state.update(extras.own_entries(packed, owners, this_rank()))
         return owners

@@ -25,7 +25,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fused_optim.checkpoint.extras import check_loadable
 from fused_optim.checkpoint.reading.contents import find_contents
 from fused_optim.checkpoint.reading.leeway import Naming
 from fused_optim.checkpoint.reading.opening import open_checked
@@ -34,6 +33,7 @@ from fused_optim.checkpoint.storage.folders import folder_at
 from fused_optim.checkpoint.storage.metadata import read_metadata
 from fused_optim.checkpoint.storage.pickles import Given, read_pickle
 from fused_optim.checkpoint.storage.untrusted import load_json, load_object
+from fused_optim.checkpoint.writing.loadable import check_loadable
 
 HUGE = b"\x8a\x06" + (1 << 44).to_bytes(6, "little")
 PUT = {False: lambda i: b"q" + bytes([i]), True: lambda i: b"\x94"}  # by protocols 2 and 4

@@ -710,6 +710,48 @@ def test_extras_that_could_not_be_loaded_are_refused(value: Any, tmp_path: Path)
     assert not list(tmp_path.glob("step-*"))
 
 
+class WithExtraState(nn.Linear):
+    extra: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize(
+    "where, key",
+    [
+        ("extra", r"extra loader\.best"),
+        ("model", r"model\._extra_state\.best"),
+        ("group", r"optimizer\.param_groups\.0\.best"),
+    ],
+)
+def test_what_becomes_such_a_value_later_is_refused_then(where: str, key: str, tmp_path: Path) -> None:
+    """As the best loss so far, which is None at first. The checkpoint that can be loaded stays."""
+    holder, model = Holder({"best": None}), WithExtraState(4, 4)
+    model.extra = {"best": None}
+    optimizer = FusedAdamW([{"params": model.parameters(), "best": None}])
+    with Checkpointer(model, optimizer, tmp_path, extra={"loader": holder}, keep=1, sigterm=False) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.wait()
+        for value in (np.float64(0.5), 0.5):
+            {"extra": holder.state, "model": model.extra, "group": optimizer.param_groups[0]}[where]["best"] = value
+            checkpointer.save(2)
+            if type(value) is not float:
+                with pytest.raises(RuntimeError, match=rf"{key}: expected tensors and plain values .*numpy\.float64"):
+                    checkpointer.wait()
+                assert checkpointer.load(1, dry_run=True) == 1
+        checkpointer.wait()
+        assert checkpointer.steps() == [2] and checkpointer.load(2, dry_run=True) == 2
+
+
+def test_a_name_that_is_taken(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="extra 'random_states': random_states=True saves one of that name"):
+        opened(tmp_path, extra={"random_states": Holder({})}, random_states=True)
+
+
 def test_extras_of_registered_classes_are_refused_too(tmp_path: Path) -> None:
     """Megatron-core, for one, registers paths as it is imported; who loads may not have imported it."""
     with torch.serialization.safe_globals([PosixPath, (Color, "elsewhere.Color")]):
