@@ -115,6 +115,15 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
         return False
 
 
+def to_disk(descriptor: int) -> None:
+    """``fsync``, but of file systems that cannot: CIFS and some of FUSE's refuse it, mostly of folders."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+
+
 class LocalFolder:
     """A folder of this machine, or one that is mounted."""
 
@@ -217,7 +226,7 @@ class LocalFolder:
                 stream.write(content)
                 stream.flush()
                 if sync:
-                    os.fsync(stream.fileno())
+                    to_disk(stream.fileno())
             temporary.replace(self.path / name)
         finally:
             temporary.unlink(missing_ok=True)
@@ -235,7 +244,7 @@ class LocalFolder:
     def sync(self) -> None:
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
-            os.fsync(descriptor)
+            to_disk(descriptor)
         finally:
             os.close(descriptor)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import heapq
 import io
-import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fused_optim.backends.checksum import crc32
 from fused_optim.checkpoint.storage.checksums import Range
-from fused_optim.checkpoint.storage.folders import Folder, retried
+from fused_optim.checkpoint.storage.folders import Folder, retried, to_disk
 from fused_optim.checkpoint.storage.threads import threads
 from fused_optim.checkpoint.writing.archives import Archives
 from fused_optim.checkpoint.writing.planner import size_of
@@ -110,7 +109,7 @@ class Writer:
                 self.written.checksums[name, start, length] = f"{stream.crc:08x}"
                 results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
             if self._folder.is_local:
-                os.fsync(raw.fileno())
+                to_disk(raw.fileno())
         self.written.sizes[name] = stream.position
         return results
 
