@@ -136,6 +136,9 @@ class Checkpointer:
         self._writing_group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         options = {"every": every, "keep": retention, "format": format, "sigterm": sigterm, "readonly": readonly}
         check_alike("Checkpointer", options, self._group)
+        with on_all_ranks(f"opening {place}", group=self._group):
+            if this_rank() == 0:
+                self._directory.check_level()
         self._termination = Termination() if sigterm and not readonly else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="Checkpointer")
         self._saves: deque[Future[str | None]] = deque()

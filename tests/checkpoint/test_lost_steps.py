@@ -10,12 +10,14 @@ import os
 import random
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path, PosixPath
 from typing import Any, BinaryIO
 
@@ -33,11 +35,12 @@ import cases
 import distributed
 import fresh
 from checkpoint_cases import wait_for
-from fused_optim import FusedAdamW
+from fused_optim import FusedAdamW, load_optimizer_checkpoint, verify_checksums
 from fused_optim.checkpoint import Checkpointer, extras
 from fused_optim.checkpoint.storage import checksums, lock, manifest, metadata
 from fused_optim.checkpoint.storage.folders import LocalFolder, RemoteFolder, folder_at
 from fused_optim.checkpoint.storage.manifest import FILE as MANIFEST
+from fused_optim.tools.inspector import inspect_checkpoint
 from native_cases import build, train, trained
 
 REM16 = cases.MASTER["bfloat16+rem16"]
@@ -236,8 +239,10 @@ def test_what_one_rank_cannot_open_is_an_error_of_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("summed", [True, False])
-def test_folders_of_other_writers_are_resumed_from(summed: bool, tmp_path: Path) -> None:
-    """Of ``dcp.save`` or ``convert``, under a checkpoint's name. They have no extras."""
+def test_folders_of_other_writers_are_resumed_from(
+    summed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of ``dcp.save`` or ``convert``, under a checkpoint's name. They have no extras, and perhaps no checksums."""
     model, optimizer = trained(REM16, torch.int8)
     with Checkpointer(model, optimizer, tmp_path, sigterm=False) as checkpointer:
         checkpointer.save(7)
@@ -251,7 +256,13 @@ def test_folders_of_other_writers_are_resumed_from(summed: bool, tmp_path: Path)
     assert reader.steps() == [12, 7]
     with pytest.raises(ValueError, match="has no extra 'scheduler'"):
         reader.load_latest()
+    caplog.clear()
     assert reader.load_latest(without=["scheduler"]) == 12
+    warned = "step-00000012 has no manifest or checksums" in caplog.text
+    assert warned != summed
+    assert (
+        not reader.load(12, without=["scheduler"], verify=False, dry_run=True) or caplog.text.count("neither") == warned
+    )
     assert all(torch.equal(other[name], param) for name, param in model.items())
     assert fresh.param_groups[0]["step"] == 4
     train(other, fresh, range(4, 5))
@@ -269,6 +280,50 @@ class Counter:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.count = state["count"]
+
+
+@pytest.mark.parametrize("kind", ["disk", "store"])
+def test_folders_of_runs_and_of_checkpoints_are_told_apart(kind: str, store: str, tmp_path: Path) -> None:
+    """Each where the other one is meant is named, and nothing is written."""
+    store = store if kind == "store" else str(tmp_path)
+    model, optimizer = trained(REM16, torch.int8)
+    with Checkpointer(model, optimizer, store, sigterm=False) as checkpointer:
+        for step in (50, 60):
+            checkpointer.save(step)
+        checkpointer.wait()
+        one = checkpointer.path(50)
+    before = sorted(folder_at(one).names())
+    for options in ({}, {"readonly": True}):
+        with pytest.raises(ValueError, match=r"is a checkpoint: expected the folder of a run.* load\(50\) reads"):
+            Checkpointer(model, optimizer, one, **options)
+    assert sorted(folder_at(one).names()) == before
+    for read in (
+        load_optimizer_checkpoint,
+        lambda *each: verify_checksums(each[2]),
+        lambda *each: inspect_checkpoint(each[2]),
+    ):
+        with pytest.raises(
+            FileNotFoundError, match=r"the folder of a run: name one of its 2 .* such as .*step-00000060"
+        ):
+            read(model, optimizer, store)
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_folders_that_refuse_fsync(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CIFS and some of FUSE's do; errors of a disk are errors."""
+    fsync = os.fsync
+
+    def refuses(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuses)
+    checkpointer = opened(tmp_path)
+    checkpointer.save(1)
+    with pytest.raises(RuntimeError, match="Input/output") if code == errno.EIO else nullcontext():
+        checkpointer.close()
+    assert checkpointer.steps() == ([] if code == errno.EIO else [1])
 
 
 def test_none_is_said_only_where_nothing_is(tmp_path: Path) -> None:
@@ -477,7 +532,7 @@ SCRIPT = """
 import os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
-from fused_optim import FusedAdamW
+from fused_optim import FusedAdamW, load_optimizer_checkpoint, verify_checksums
 from fused_optim.checkpoint import Checkpointer, extras
 from fused_optim.checkpoint.writing.saver import Saver
 

@@ -7,7 +7,6 @@ folder of its own, ``step-00000100.1f3a9c20``, which is a checkpoint once it has
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,11 +15,11 @@ from fused_optim.checkpoint.storage import lock, manifest, metadata
 from fused_optim.checkpoint.storage.damage import is_damage
 from fused_optim.checkpoint.storage.folders import TEMPORARY, Folder
 from fused_optim.checkpoint.storage.manifest import Manifest
+from fused_optim.checkpoint.storage.metadata import CHECKPOINT
 from fused_optim.checkpoint.storage.retention import PINNED, Retention
 
 logger = logging.getLogger("fused_optim")
 
-_VISIBLE = re.compile(r"step-(\d{8,})(?:\.([0-9a-f]{8}))?")
 _UNFINISHED, _DELETED = ".unfinished-", ".deleted-"
 
 
@@ -42,6 +41,14 @@ class CheckpointDirectory:
         self._retention = retention
         self._manifests: dict[str, Manifest] = {}  # by name, of the rank that alone changes them
         self._lock: lock.Lock | None = None  # from the first save on, of that rank
+
+    def check_level(self) -> None:
+        """Raise ValueError for the folder of a checkpoint, in which no other ones are looked for, nor saved."""
+        if self.folder.size(metadata.FILE) is not None or self.folder.size(manifest.FILE) is not None:
+            hint = "load_optimizer_checkpoint reads it"
+            if match := CHECKPOINT.fullmatch(self.folder.name):
+                hint = f"open the folder above it, where load({int(match[1])}) reads it"
+            raise ValueError(f"{self.folder} is a checkpoint: expected the folder of a run, which has some; {hint}")
 
     # --- reading ------------------------------------------------------------------------------------------------
 
@@ -73,7 +80,7 @@ class CheckpointDirectory:
         return _sorted(found)
 
     def _found(self, name: str) -> Found | None:
-        match = _VISIBLE.fullmatch(name)
+        match = CHECKPOINT.fullmatch(name)
         if match is None:
             return None
         step, place = int(match[1]), self.folder.child(name)
@@ -210,8 +217,8 @@ class CheckpointDirectory:
 
     def _is_draft(self, name: str) -> bool:
         if name.startswith(_UNFINISHED):
-            return _VISIBLE.fullmatch(name.removeprefix(_UNFINISHED)) is not None
-        place, match = self.folder.child(name), _VISIBLE.fullmatch(name)
+            return CHECKPOINT.fullmatch(name.removeprefix(_UNFINISHED)) is not None
+        place, match = self.folder.child(name), CHECKPOINT.fullmatch(name)
         if self.folder.is_local or match is None or place.size(manifest.FILE) is not None:
             return False
         return match[2] is not None or place.size(manifest.UNFINISHED) is not None
@@ -245,7 +252,7 @@ class CheckpointDirectory:
     def _pinned(self, step: int) -> list[Folder]:
         """The attempts at a step that are."""
         names = {*self.folder.names(), *self._manifests}  # listings may be late
-        matches = ((name, _VISIBLE.fullmatch(name)) for name in sorted(names))
+        matches = ((name, CHECKPOINT.fullmatch(name)) for name in sorted(names))
         places = [self.folder.child(name) for name, match in matches if match is not None and int(match[1]) == step]
         return [place for place in places if place.size(PINNED) is not None]
 
