@@ -258,11 +258,7 @@ def test_folders_of_other_writers_are_resumed_from(
         reader.load_latest()
     caplog.clear()
     assert reader.load_latest(without=["scheduler"]) == 12
-    warned = "step-00000012 has no manifest or checksums" in caplog.text
-    assert warned != summed
-    assert (
-        not reader.load(12, without=["scheduler"], verify=False, dry_run=True) or caplog.text.count("neither") == warned
-    )
+    assert ("step-00000012 has no manifest or checksums" in caplog.text) != summed
     assert all(torch.equal(other[name], param) for name, param in model.items())
     assert fresh.param_groups[0]["step"] == 4
     train(other, fresh, range(4, 5))
@@ -393,7 +389,6 @@ def test_a_save_that_fails_leaves_the_good_one_of_its_step(store: str, monkeypat
     checkpointer.save(1)
     checkpointer.wait()
     good = checkpointer.path(1)
-    checkpointer._last = None
     for method in ("open", "create", "write"):
         with monkeypatch.context() as patch:
             patch.setattr(RemoteFolder, method, raise_timeout)

@@ -25,7 +25,7 @@ from fused_optim.checkpoint.storage.lock import Lock
 from native_cases import trained
 
 ELSEWHERE = {"host": "node7", "boot": "another", "pid": 1}
-QUICK = {"BEAT": 0.05, "SILENCE": 0.5, "LOOK": 0.05}
+QUICK = {"BEAT": 0.05, "SILENCE": 1.0, "LOOK": 0.05}
 
 
 @pytest.fixture(autouse=True)
@@ -166,7 +166,8 @@ NOBODY = [b"", b"{", b"[]", b'{"pid": 1e300, "boot": "x"}', b'{"since": "x", "pi
 
 
 @pytest.mark.parametrize("content", NOBODY)
-def test_what_says_nothing_is_silent(content: bytes, tmp_path: Path) -> None:
+def test_what_says_nothing_is_silent(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "SILENCE", 0.1)
     (tmp_path / lock.FILE).write_bytes(content)
     with opened(tmp_path) as checkpointer:
         checkpointer.save(1)
@@ -198,8 +199,9 @@ def test_who_can_be_seen_to_have_ended(tmp_path: Path) -> None:
     assert lock._has_ended(own._read() or b"")
 
 
-def test_a_lock_that_was_removed_by_hand(folder: Folder) -> None:
+def test_a_lock_that_was_removed_by_hand(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with all that is in the folder: nobody can have taken it over."""
+    monkeypatch.setattr(lock, "SILENCE", 60.0)
     with opened(folder) as checkpointer:
         checkpointer.save(1)
         checkpointer.wait()
