@@ -33,6 +33,7 @@ def main() -> None:
     check_steps()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         check_checkpoints()
+        check_ranks()
         check_quantized_weights()
         check_commands()
 
@@ -115,6 +116,24 @@ def check_checkpoints() -> None:
         assert checkpointer.load_latest() == 2
     resumed.goes_on_as(expected)
     fused_optim.export_optimizer_checkpoint(resumed.model, resumed.optimizer, "exported")
+
+
+def check_ranks() -> None:
+    """With process groups, in which torch's own saves need NumPy."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    run = Run(seed=0)
+    run.step(0)
+    run.step(1)
+    with Checkpointer(run.model, run.optimizer, "ranks") as checkpointer:
+        checkpointer.save(2)
+    run.step(2)
+    resumed = Run(seed=1)
+    with Checkpointer(resumed.model, resumed.optimizer, "ranks") as checkpointer:
+        assert checkpointer.load_latest() == 2
+    resumed.goes_on_as(run.model.state_dict())
+    fused_optim.export_optimizer_checkpoint(resumed.model, resumed.optimizer, "exported by ranks")
+    fused_optim.load_optimizer_checkpoint(run.model, run.optimizer, "exported by ranks", verify=True)
+    torch.distributed.destroy_process_group()
 
 
 def check_quantized_weights() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -19,18 +18,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fused_optim.checkpoint.collect import Collector
-from fused_optim.checkpoint.extras import Stateful, check_extra, check_loadable
+from fused_optim.checkpoint.extras import Stateful, check_extra
 from fused_optim.checkpoint.loads import CheckpointReport, Compared, LoadOptions, Loads
-from fused_optim.checkpoint.random_states import RandomStates
+from fused_optim.checkpoint.random_states import RANDOM_STATES, RandomStates
 from fused_optim.checkpoint.reading.leeway import Leeway, Rename
 from fused_optim.checkpoint.saves import BackgroundSaves
 from fused_optim.checkpoint.storage.damage import Damaged, is_damage
 from fused_optim.checkpoint.storage.directory import CheckpointDirectory, Found, have_rotated
 from fused_optim.checkpoint.storage.folders import LocalFolder, PathLike, folder_at
 from fused_optim.checkpoint.storage.garbage import without_collection
-from fused_optim.checkpoint.storage.nested import flat
 from fused_optim.checkpoint.storage.retention import Retention, finite_metrics
-from fused_optim.checkpoint.storage.torch_errors import SINGLE_PROCESS
 from fused_optim.checkpoint.termination import EXIT_STATUS, Termination
 from fused_optim.checkpoint.writing.background import outcome, watched
 from fused_optim.checkpoint.writing.staging import PinnedStager
@@ -71,7 +68,8 @@ class Checkpointer:
         model: its parameters, buffers and extra state are saved. Sharded in any way, but not by FSDP1 under an
             optimizer of this package.
         optimizer: one of this package, or one of torch.optim's, which loads what it has saved itself.
-        folder: of this run alone, that all ranks see; a path, or what fsspec opens (``s3://...``).
+        folder: that all ranks see; a path, or what fsspec opens (``s3://...``). From the first save to :meth:`close`,
+            or the end of the process, no other run saves there.
         random_states: the generators of Python, NumPy and torch are saved, too, each rank's own, as the extra
             ``random_states``.
         extra: by name, what else is saved: schedulers, loaders, averages; whatever has ``state_dict`` and
@@ -119,8 +117,11 @@ class Checkpointer:
         retention = Retention.of(keep, keep_every, keep_best)
         if format not in ("native", "unscaled"):
             raise ValueError(f"format: expected 'native' or 'unscaled', got {format!r}")
-        self._extra = check_extra({**(extra or {}), **({"random_states": RandomStates()} if random_states else {})})
-        self._is_loadable = False  # what extras save, as was looked at once
+        self._extra = check_extra(extra or {})
+        if random_states:
+            if RANDOM_STATES in self._extra:
+                raise ValueError(f"extra {RANDOM_STATES!r}: random_states=True saves one of that name; rename yours")
+            self._extra[RANDOM_STATES] = RandomStates()
         self._every = None if every is None else whole_number("every", every, 1)
         self._form = format
         self._states = Collector(model, optimizer)
@@ -135,10 +136,12 @@ class Checkpointer:
         self._writing_group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         options = {"every": every, "keep": retention, "format": format, "sigterm": sigterm, "readonly": readonly}
         check_alike("Checkpointer", options, self._group)
+        with on_all_ranks(f"opening {place}", group=self._group):
+            if this_rank() == 0:
+                self._directory.check_level()
         self._termination = Termination() if sigterm and not readonly else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="Checkpointer")
-        self._saves: deque[tuple[int, Future[str | None]]] = deque()
-        self._last: int | None = None  # the step that was saved last, is being saved, or was loaded
+        self._saves: deque[Future[str | None]] = deque()
         self._readonly, self._is_closed = readonly, False
         saved_form = format if isinstance(optimizer, ShardedOptimizer) else None
         self._background = BackgroundSaves(self._directory, self._states, saved_form, self._writing_group, progress)
@@ -146,8 +149,6 @@ class Checkpointer:
         self.report: CheckpointReport | None = None
         if self._termination is not None:
             weakref.finalize(self, self._termination.close).atexit = False
-        if self._group is None:
-            warnings.filterwarnings("ignore", SINGLE_PROCESS)
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -172,10 +173,12 @@ class Checkpointer:
     def save(self, step: int, *, force: bool = False, metrics: Mapping[str, Any] | None = None) -> None:
         """Start to save what there is after ``step`` steps, unless ``every`` says otherwise; ``force``: even then.
 
-        Returns at once; if two saves are under way, when the first of them is done. A step that was just saved, or
-        loaded, is not saved again. Warns where masters are still to start from initial values of quantized weights,
-        which files do not hold: call ``optimizer.initialize_state()`` before. ``metrics``: numbers by name, for
-        ``keep_best``; those of the first rank count, and what is not finite is never the best.
+        Returns at once; if two saves are under way, when the first of them is done. What is saved is what there is now,
+        also where the step was saved or loaded before: its number says nothing about that. The new checkpoint then
+        takes the place of the earlier one, once it is whole, with its own ``metrics``. Warns where masters are still to
+        start from initial values of quantized weights, which files do not hold: call ``optimizer.initialize_state()``
+        before. ``metrics``: numbers by name, for ``keep_best``; those of the first rank count, and what is not finite
+        is never the best.
 
         Raises RuntimeError where an earlier save has failed, once this one was started, and SystemExit after a last
         save where SIGTERM came. TypeError for metrics that are no numbers and, as ValueError, for what is no step;
@@ -192,7 +195,7 @@ class Checkpointer:
             failures.append(problem or "metrics: the first rank was given what are no numbers")
             if not ending:
                 raise TypeError("; ".join(failures))
-        if (due or ending) and step != self._last:
+        if due or ending:
             while len(self._saves) >= _UNDER_WAY:
                 failures += self._finish_oldest()
             self._start(step, numbers)
@@ -223,7 +226,7 @@ class Checkpointer:
         Takes leave of saves that have ended on all ranks: what has failed of them. Raises ValueError for other steps on
         other ranks.
         """
-        asked, ended = False, sum(1 for _, save in self._saves if save.done())
+        asked, ended = False, sum(save.done() for save in self._saves)
         if self._termination is not None:
             self._termination.is_used = True
             asked = self._termination.asked and not self._termination.has_ended
@@ -255,19 +258,11 @@ class Checkpointer:
                 staged = self._stager.stage(self._collect())
         except Exception as error:  # the other ranks have to know
             staged.set_exception(error)
-        self._last = step
-        self._saves.append((step, watched(self._background.submit(self._thread, step, staged, metrics))))
+        self._saves.append(watched(self._background.submit(self._thread, step, staged, metrics)))
 
     def _collect(self) -> dict[str, Any]:
         extra = {name: value.state_dict() for name, value in self._extra.items()}
         model, optimizer = self._states.model_state(), self._states.optimizer_state(self._form, "stager")
-        if not self._is_loadable:
-            for key, value in flat({"model": model, "optimizer": optimizer})[0].items():
-                if not isinstance(value, torch.Tensor):
-                    check_loadable(key, value)
-            for name, state in extra.items():
-                check_loadable(f"extra {name}", state)
-            self._is_loadable = True
         return {"model": model, "optimizer": optimizer, "extra": extra}
 
     def wait(self) -> None:
@@ -280,13 +275,8 @@ class Checkpointer:
 
     def _finish_oldest(self) -> list[str]:
         """Wait for it. What went wrong, after which its step can be saved again."""
-        step, save = self._saves.popleft()
-        failure = outcome(save)
-        if failure is None:
-            return []
-        if self._last == step:
-            self._last = None
-        return [failure]
+        failure = outcome(self._saves.popleft())
+        return [] if failure is None else [failure]
 
     # --- loading ------------------------------------------------------------------------------------------------
 
@@ -379,6 +369,8 @@ class Checkpointer:
             except Exception as error:  # on all ranks, whatever it is on each
                 if on_any(not is_damage(error) and not isinstance(error, RaisedElsewhere), self._group):
                     raise
+                if have_rotated(listed, self._list()):
+                    raise
                 problems.append(str(error))
                 logger.warning("checkpoint passed over: %s: %s", self._directory.folder_of(found), problems[-1])
             else:
@@ -421,7 +413,14 @@ class Checkpointer:
         """
         options = self._options(without, Leeway.of(strict, partial, rename), model_only, dry_run)
         self.wait()
-        return self._load(self._compare(self._find(step), verify, options), options)
+        found = self._find(step)
+        while True:
+            try:
+                return self._load(self._compare(found, verify, options), options)
+            except Exception:  # on all ranks, whatever it is on each
+                earlier, found = found, self._find(step)
+                if not have_rotated([earlier], [found]):  # the step was not saved again meanwhile
+                    raise
 
     def _options(self, without: Collection[str], leeway: Leeway, model_only: bool, dry_run: bool) -> LoadOptions:
         if without is None or isinstance(without, str):
@@ -442,16 +441,12 @@ class Checkpointer:
 
     def _load(self, compared: Future[Compared], options: LoadOptions) -> int:
         self.report = None
-        if not options.dry_run:
-            self._last = None  # what was saved last is no longer what there is
         found = compared.result()
         if not options.dry_run:
             self._loads.load(found)
         self.report = found.report
         if self.report.model or self.report.restarted or self.report.extras_left:
             logger.warning("%s: %s", found.source.path, self.report)
-        if not options.dry_run and not options.model_only:
-            self._last = self.report.step
         return self.report.step
 
     # --- the end ------------------------------------------------------------------------------------------------
@@ -473,6 +468,7 @@ class Checkpointer:
         self._is_closed = True
         self._thread.shutdown(wait=False)
         if _writers.get(place := self._directory.folder.place) is self:
+            self._background.release()
             del _writers[place]
         for group in (self._group, self._writing_group):
             if group is not None and dist.is_initialized():

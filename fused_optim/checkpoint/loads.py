@@ -23,7 +23,9 @@ from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
 from fused_optim.checkpoint.reading.leeway import Differences, Leeway
 from fused_optim.checkpoint.reading.load import Loader, LoadReport, checked
 from fused_optim.checkpoint.reading.model import ModelLoader, flat_names
+from fused_optim.checkpoint.storage import checksums, manifest
 from fused_optim.checkpoint.storage.checksums import verifying
+from fused_optim.checkpoint.storage.damage import Replaced
 from fused_optim.checkpoint.storage.directory import Found
 from fused_optim.checkpoint.storage.folders import Folder
 from fused_optim.checkpoint.storage.garbage import without_collection
@@ -119,6 +121,11 @@ class Loads:
         with verifying(folder, None, required, metadata=described) if verify else nullcontext():
             with on_all_ranks(f"opening {folder}", group=self._group):
                 source = DcpFolder(folder)
+                if verify and not required and this_rank() == 0 and folder.size(checksums.FILE) is None:
+                    what = "as a save of torch's own, or a copy that lacks files"
+                    logger.warning("%s has no manifest or checksums, %s: its bytes are not verified", folder, what)
+                if found.manifest is not None and manifest.read(folder) != found.manifest:
+                    raise Replaced(f"{folder} was replaced by a run that saves there before it was read: load again")
             described.set_result(source.metadata)
             try:
                 with without_collection():

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+RANDOM_STATES = "random_states"  # the extra's name
+
 
 class RandomStates:
     """Of Python, of NumPy's global generator where it was imported, and of torch on the CPU and on this rank's GPUs."""

@@ -21,6 +21,7 @@ from fused_optim.checkpoint.collect import Collector
 from fused_optim.checkpoint.storage import checksums, manifest
 from fused_optim.checkpoint.storage.directory import CheckpointDirectory
 from fused_optim.checkpoint.storage.manifest import Manifest
+from fused_optim.checkpoint.writing.loadable import check_loadable
 from fused_optim.checkpoint.writing.saver import Saver
 from fused_optim.checkpoint.writing.writer import Written
 from fused_optim.options.reading import CheckpointFormat
@@ -64,7 +65,6 @@ class BackgroundSaves:
         self._progress = progress
         self._saver = Saver(group)
         self._ranks = world_size()
-        self._is_tidy = False
 
     def submit(
         self, pool: Executor, step: int, staged: Future[dict[str, Any]], metrics: dict[str, float]
@@ -84,6 +84,14 @@ class BackgroundSaves:
             with _asking:
                 before, _ends[place] = _ends.get(place), ended
         return Save(step, staged, metrics, before, ended)
+
+    def release(self) -> None:
+        """Let other runs have the folder, once all saves of this process are made that are under way there."""
+        with _asking:
+            last = _ends.pop(self._directory.folder.place, None)
+        if last is not None:
+            last.wait()
+        self._directory.release()
 
     def run(self, save: Save) -> str | None:
         """What went wrong, on every rank if it did on one."""
@@ -122,7 +130,10 @@ class BackgroundSaves:
     def _add_extras(self, state: dict[str, Any], doing: str) -> dict[str, list[int]]:
         """Pack a state's extras as what this rank adds to the checkpoint. Returns who adds whose."""
         with on_all_ranks(doing, group=self._group):
-            packed = {name: extras.pack(name, each) for name, each in state.pop("extra").items()}
+            packed = {}
+            for name, each in state.pop("extra").items():
+                check_loadable(f"extra {name}", each)
+                packed[name] = extras.pack(name, each)
         owners = extras.owners_of(gather({name: each.digest for name, each in packed.items()}, group=self._group))
         state.update(extras.own_entries(packed, owners, this_rank()))
         return owners
@@ -144,9 +155,6 @@ class BackgroundSaves:
         attempt = ""
         with on_all_ranks(doing, group=self._group):
             if this_rank() == 0:
-                if not self._is_tidy:
-                    self._directory.tidy()
-                    self._is_tidy = True
                 attempt = self._directory.begin(step)
         return gather(attempt, group=self._group)[0]
 

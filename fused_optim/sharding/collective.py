@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import pickle
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,31 +27,64 @@ T = TypeVar("T")
 def gather(value: T, no_dist: bool = False, group: dist.ProcessGroup | None = None) -> list[T]:
     """The ranks' values in rank order, over the default group; only this one where there is none, or ``no_dist``.
 
-    ``group``: another one of all ranks.
+    ``group``: another one.
     """
     if no_dist or not dist.is_initialized():
         return [value]
-    values: list[T] = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+    sent, lengths = _pickled_alike(value, group)
+    received = [torch.empty_like(sent) for _ in lengths]
+    dist.all_gather(received, sent, group=group)
+    return list(map(_unpickled, received, lengths))
 
 
 def gather_at_first(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """:func:`gather` of which only the first rank gets the outcome; none elsewhere."""
     if not dist.is_initialized():
         return [value]
-    values: list[T] | None = [value] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
-    dist.gather_object(value, values, group=group, group_dst=0)
-    return values or []
+    sent, lengths = _pickled_alike(value, group)
+    received = [torch.empty_like(sent) for _ in lengths] if dist.get_rank(group) == 0 else []
+    dist.gather(sent, received or None, group=group, group_dst=0)
+    return list(map(_unpickled, received, lengths)) if received else []
 
 
 def scatter_from_first(values: list[T], group: dist.ProcessGroup | None = None) -> T:
     """The first rank's value for this one; ``values``: for each rank, there alone."""
     if not dist.is_initialized():
         return values[0]
-    received: list[T | None] = [None]
-    dist.scatter_object_list(received, values or None, group=group, group_src=0)
-    return received[0]  # type: ignore[return-value]
+    contents = list(map(pickle.dumps, values))
+    device = distributed_c10d._get_object_coll_device(group)
+    lengths = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
+    if contents:
+        lengths.copy_(torch.tensor(list(map(len, contents))))
+    dist.broadcast(lengths, group=group, group_src=0)
+    longest = int(lengths.max())
+    received = torch.empty(longest, dtype=torch.uint8, device=device)
+    sent = [_padded(content, longest, device) for content in contents]
+    dist.scatter(received, sent or None, group=group, group_src=0)
+    own: T = _unpickled(received, int(lengths[dist.get_rank(group)]))
+    return own
+
+
+# torch's collectives of objects read with numpy, which need not be installed.
+
+
+def _pickled_alike(value: object, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
+    """A pickle, padded to the longest one of the ranks, and how long each rank's is."""
+    content, device = pickle.dumps(value), distributed_c10d._get_object_coll_device(group)
+    length = torch.tensor([len(content)], dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, length, group=group)
+    lengths: list[int] = torch.cat(everyone).tolist()
+    return _padded(content, max(lengths), device), lengths
+
+
+def _padded(content: bytes, length: int, device: str | torch.device) -> Tensor:
+    return torch.frombuffer(bytearray(content.ljust(length, b"\0")), dtype=torch.uint8).to(device)
+
+
+def _unpickled(received: Tensor, length: int) -> Any:
+    received = received.cpu()
+    return pickle.loads(ctypes.string_at(received.data_ptr(), length))
 
 
 def on_any(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
@@ -232,9 +267,7 @@ def gather_on(mesh: DeviceMesh, value: T) -> dict[int, T]:
     found = {dist.get_rank(): value}
     for dim in range(mesh.ndim):
         group = mesh.get_group(dim)
-        everyone: list[dict[int, T]] = [found] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, found, group=group)
-        found = {rank: each for own in everyone for rank, each in own.items()}
+        found = {rank: each for own in gather(found, group=group) for rank, each in own.items()}
     return dict(sorted(found.items()))
 
 

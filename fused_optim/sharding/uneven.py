@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fused_optim.sharding.collective import any_rank, mesh_order
+from fused_optim.sharding.collective import any_rank, gather, mesh_order
 from fused_optim.sharding.dtensor import (
     has_own_chunks,
     is_strided,
@@ -77,8 +77,7 @@ def _locate(mesh: DeviceMesh, order: tuple[int, ...], params: list[DTensor]) -> 
     offsets = [[0] * param.dim() for param in params]
     for mesh_dim in order:
         group = mesh.get_group(mesh_dim)
-        everyone: list[list[list[int]]] = [sizes] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, sizes, group=group)
+        everyone = gather(sizes, group=group)
         before = everyone[: dist.get_rank(group)]
         for i, param in enumerate(params):
             dim = sharded_dim(param.placements[mesh_dim])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,8 +16,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import distributed
-from fused_optim import FusedAdamW
+from fused_optim import FusedAdamW, load_optimizer_checkpoint
 from fused_optim.checkpoint import Checkpointer
+from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
+from fused_optim.checkpoint.reading.load import Loader
+from fused_optim.checkpoint.reading.model import ModelLoader
 from fused_optim.checkpoint.saves import BackgroundSaves, Save
 
 
@@ -35,8 +38,8 @@ def train(model: nn.Module, optimizer: FusedAdamW) -> None:
     optimizer.zero_grad()
 
 
-def local_values(model: nn.Module) -> list[torch.Tensor]:
-    return [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
+def local_values(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [getattr(each, "_local_tensor", each).detach().clone() for each in tensors]
 
 
 def opened(folder: str, **options: Any) -> tuple[nn.Module, FusedAdamW, Checkpointer]:
@@ -70,7 +73,7 @@ def read_while(when: str, keep: int, rotations: int, folder: str) -> tuple[int |
 
     setattr(reader, when, goes_on)
     step = reader.load_latest()
-    return step, all(map(torch.equal, local_values(read), local_values(model)))
+    return step, all(map(torch.equal, local_values(read.parameters()), local_values(model.parameters())))
 
 
 @pytest.mark.parametrize("when", ["_list", "_compare"])
@@ -80,6 +83,64 @@ def test_the_newest_is_loaded_although_what_was_listed_is_gone(
 ) -> None:
     for step, is_right in distributed.run(ranks, read_while, when, keep, rotations, str(tmp_path)):
         assert (step, is_right) == (1 + rotations, True)
+
+
+MOMENTS: dict[str, tuple[type, str]] = {
+    "before it is opened": (DcpFolder, "__init__"),
+    "before states are read": (Loader, "read"),
+    "before the model is read": (ModelLoader, "load"),
+}
+
+
+def read_while_published_again(way: str, moment: str, folder: str) -> bool:
+    """Whether all that was loaded is of the second checkpoint of the step."""
+    model, optimizer, writer = opened(folder, sigterm=False)
+    train(model, optimizer)
+    writer.save(1)
+    writer.wait()
+    read, read_optimizer, reader = opened(folder, readonly=True)
+    owner, name = MOMENTS[moment]
+    do: Callable[..., Any] = getattr(owner, name)
+
+    def late(*args: Any) -> Any:
+        setattr(owner, name, do)
+        train(model, optimizer)
+        writer.save(1)
+        writer.wait()
+        return do(*args)
+
+    with mock.patch.object(owner, name, late):
+        if way == "load_optimizer_checkpoint":
+            with pytest.raises((OSError, ValueError, RuntimeError), match=r"was replaced|is missing"):
+                load_optimizer_checkpoint(read, read_optimizer, reader.path(1))
+            reader.load(1)
+        else:
+            assert getattr(reader, way)(*([1] if way == "load" else [])) == 1
+    moments = [
+        local_values(each.state[p]["exp_avg"] for p in each.param_groups[0]["params"])
+        for each in (optimizer, read_optimizer)
+    ]
+    return all(map(torch.equal, local_values(read.parameters()), local_values(model.parameters()))) and all(
+        map(torch.equal, *moments)
+    )
+
+
+@pytest.mark.parametrize("where", ["disk", "object store"])
+@pytest.mark.parametrize(
+    "way, moment",
+    [
+        *((way, moment) for way in ("load", "load_latest") for moment in MOMENTS),
+        ("load_optimizer_checkpoint", "before states are read"),
+    ],
+)
+def test_one_checkpoint_is_read_although_its_step_is_saved_again(
+    way: str, moment: str, where: str, tmp_path: Path
+) -> None:
+    folder = str(tmp_path) if where == "disk" else f"memory://{tmp_path}"
+    assert read_while_published_again(way, moment, folder)
+    if where == "disk":
+        again = str(tmp_path / "ranks")
+        assert distributed.run(2, read_while_published_again, way, moment, again) == [True, True]
 
 
 def test_what_is_damaged_is_not_read_for_ever(tmp_path: Path) -> None:
@@ -106,7 +167,9 @@ def follow(folder: str, count: int) -> list[int]:
         checkpointer.save(step)
     assert checkpointer is not None
     checkpointer.wait()
-    return checkpointer.steps()
+    steps = checkpointer.steps()
+    checkpointer.close()
+    return steps
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -160,9 +223,9 @@ def test_a_save_that_cannot_begin_leaves_no_other_waiting(tmp_path: Path) -> Non
         no_thread = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
         with no_thread, pytest.raises(RuntimeError, match="new thread"):
             checkpointer.save(1)
-        checkpointer.save(2)
+        checkpointer.save(1, force=True)
         checkpointer.wait()
-        assert 2 in checkpointer.steps()
+        assert checkpointer.steps() == [1]
 
 
 # --- ranks that do not do the same ------------------------------------------------------------------------------------

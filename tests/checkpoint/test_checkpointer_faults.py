@@ -29,6 +29,7 @@ import fresh
 from checkpoint_cases import kill_one_rank, wait_for
 from distributed import Workers
 from fused_optim.checkpoint import Checkpointer
+from fused_optim.checkpoint.storage import lock
 from fused_optim.checkpoint.storage.folders import LocalFolder
 from fused_optim.checkpoint.storage.manifest import FILE as MANIFEST
 from killed_cases import Loss, check_newest, sharded, step_sharded
@@ -58,7 +59,7 @@ def loaded_step(folder: Path) -> int | None:
 
 
 def visible(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != lock.FILE)
 
 
 # --- damage -----------------------------------------------------------------------------------------------------
@@ -287,7 +288,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         checkpointer.save(2)
         train(model, optimizer, range(2, 3))
         deadline = time.monotonic() + 30
-        while not checkpointer._saves[0][1].done() and time.monotonic() < deadline:
+        while not checkpointer._saves[0].done() and time.monotonic() < deadline:
             time.sleep(0.01)
         with pytest.raises(RuntimeError, match=r"saving step 2 to .* failed: .*Not a directory"):
             checkpointer.save(3)

@@ -25,15 +25,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fused_optim.checkpoint.extras import check_loadable
 from fused_optim.checkpoint.reading.contents import find_contents
 from fused_optim.checkpoint.reading.leeway import Naming
 from fused_optim.checkpoint.reading.opening import open_checked
-from fused_optim.checkpoint.storage import checksums, manifest, owners
+from fused_optim.checkpoint.storage import checksums, lock, manifest
 from fused_optim.checkpoint.storage.folders import folder_at
 from fused_optim.checkpoint.storage.metadata import read_metadata
 from fused_optim.checkpoint.storage.pickles import Given, read_pickle
 from fused_optim.checkpoint.storage.untrusted import load_json, load_object
+from fused_optim.checkpoint.writing.loadable import check_loadable
 
 HUGE = b"\x8a\x06" + (1 << 44).to_bytes(6, "little")
 PUT = {False: lambda i: b"q" + bytes([i]), True: lambda i: b"\x94"}  # by protocols 2 and 4
@@ -336,18 +336,6 @@ def test_json_of_others(content: str, message: str, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=rf"{name}.*{message}") as raised:
             read(folder)
         assert type(raised.value).__name__ == "Damaged"
-    (tmp_path / owners.FILE).write_bytes(content.encode(errors="surrogatepass"))
-    assert owners.other_writer(folder) is None
-
-
-@pytest.mark.parametrize("field, value", [("pid", "Infinity"), ("pid", "1e300"), ("time", "NaN"), ("time", '"x"')])
-def test_writers_that_are_nobody(field: str, value: str, tmp_path: Path) -> None:
-    owner = {"host": "elsewhere", "pid": 5, "time": time.time()}
-    (tmp_path / owners.FILE).write_text(json.dumps(owner))
-    assert owners.other_writer(folder_at(tmp_path)) == "process 5 on elsewhere"
-    text = json.dumps(owner | {field: "HERE"}).replace('"HERE"', value)
-    (tmp_path / owners.FILE).write_text(text)
-    assert owners.other_writer(folder_at(tmp_path)) is None
 
 
 def test_json_as_deep_as_is_written() -> None:
@@ -415,7 +403,7 @@ def test_folders_inside_may_not_lead_out(saved: Path, tmp_path: Path) -> None:
         read_all(saved)
 
 
-@pytest.mark.parametrize("name", [manifest.FILE, owners.FILE])
+@pytest.mark.parametrize("name", [manifest.FILE, lock.FILE])
 def test_pipes_are_not_waited_for(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
     with pytest.raises(ValueError, match="expected a file, found something else"):

@@ -64,7 +64,8 @@ def attempts(folder: str, environment: Mapping[str, str]) -> dict[str, set[str]]
     for page in client(environment).get_paginator("list_objects_v2").paginate(Bucket="bucket", Prefix=prefix):
         for each in page.get("Contents", ()):
             name, _, file = each["Key"].removeprefix(prefix).partition("/")
-            found.setdefault(name, set()).add(file)
+            if file:
+                found.setdefault(name, set()).add(file)
     return found
 
 

@@ -10,12 +10,14 @@ import os
 import random
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path, PosixPath
 from typing import Any, BinaryIO
 
@@ -33,11 +35,12 @@ import cases
 import distributed
 import fresh
 from checkpoint_cases import wait_for
-from fused_optim import FusedAdamW
+from fused_optim import FusedAdamW, load_optimizer_checkpoint, verify_checksums
 from fused_optim.checkpoint import Checkpointer, extras
-from fused_optim.checkpoint.storage import checksums, manifest, metadata, owners
+from fused_optim.checkpoint.storage import checksums, lock, manifest, metadata
 from fused_optim.checkpoint.storage.folders import LocalFolder, RemoteFolder, folder_at
 from fused_optim.checkpoint.storage.manifest import FILE as MANIFEST
+from fused_optim.tools.inspector import inspect_checkpoint
 from native_cases import build, train, trained
 
 REM16 = cases.MASTER["bfloat16+rem16"]
@@ -93,19 +96,56 @@ def test_a_failed_save_can_be_repeated(force: bool, tmp_path: Path) -> None:
     checkpointer.save(1, force=force)
     with pytest.raises(RuntimeError, match=r"saving step 1 to .* failed: .*no room"):
         checkpointer.wait()
-    assert names(tmp_path) == []
+    assert names(tmp_path) == [lock.FILE]
     checkpointer._directory.folder = LocalFolder(tmp_path)
     checkpointer.save(1, force=force)
-    checkpointer.save(1, force=True)  # nothing to do: it is under way
     checkpointer.close()
     assert checkpointer.steps() == [1] and names(tmp_path) == ["step-00000001"]
+
+
+def number_of(checkpointer: Checkpointer, step: int) -> int:
+    found = checkpointer._find(step).manifest
+    assert found is not None
+    return found.number
+
+
+CHANGES: dict[str, Callable[[Checkpointer, Any, Any], Any]] = {
+    "steps": lambda checkpointer, model, optimizer: train(model, optimizer, range(9)),
+    "load": lambda checkpointer, model, optimizer: checkpointer.load(1, strict=False),
+    "load and steps": lambda checkpointer, model, optimizer: (
+        checkpointer.load_latest(),
+        train(model, optimizer, range(9)),
+    ),
+    "a load of another step": lambda checkpointer, model, optimizer: checkpointer.load(2, model_only=True),
+    "nothing": lambda checkpointer, model, optimizer: None,
+}
+
+
+@pytest.mark.parametrize("force", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_step_that_exists_is_saved_as_it_is_now(change: str, force: bool, tmp_path: Path) -> None:
+    """Its number says nothing about the model."""
+    model, optimizer = trained(REM16, torch.int8)
+    with Checkpointer(model, optimizer, tmp_path, sigterm=False) as checkpointer:
+        for step in (2, 1):
+            train(model, optimizer, range(step))
+            checkpointer.save(step)
+        checkpointer.wait()
+        before = number_of(checkpointer, 1)
+        CHANGES[change](checkpointer, model, optimizer)
+        checkpointer.save(1, force=force)
+        checkpointer.wait()
+        assert number_of(checkpointer, 1) == before + 1
+    read, read_optimizer = build(REM16, torch.int8)
+    assert Checkpointer(read, read_optimizer, tmp_path, readonly=True).load(1) == 1
+    assert all(map(torch.equal, read.parameters(), model.parameters()))
 
 
 def test_an_earlier_failure_does_not_swallow_the_save_that_is_due(tmp_path: Path) -> None:
     checkpointer = opened(tmp_path)
     checkpointer._directory.folder = full(tmp_path)
     checkpointer.save(1)
-    while not checkpointer._saves[0][1].done():
+    while not checkpointer._saves[0].done():
         pass
     checkpointer._directory.folder = LocalFolder(tmp_path)
     with pytest.raises(RuntimeError, match="saving step 1"):
@@ -199,8 +239,10 @@ def test_what_one_rank_cannot_open_is_an_error_of_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("summed", [True, False])
-def test_folders_of_other_writers_are_resumed_from(summed: bool, tmp_path: Path) -> None:
-    """Of ``dcp.save`` or ``convert``, under a checkpoint's name. They have no extras."""
+def test_folders_of_other_writers_are_resumed_from(
+    summed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of ``dcp.save`` or ``convert``, under a checkpoint's name. They have no extras, and perhaps no checksums."""
     model, optimizer = trained(REM16, torch.int8)
     with Checkpointer(model, optimizer, tmp_path, sigterm=False) as checkpointer:
         checkpointer.save(7)
@@ -214,7 +256,9 @@ def test_folders_of_other_writers_are_resumed_from(summed: bool, tmp_path: Path)
     assert reader.steps() == [12, 7]
     with pytest.raises(ValueError, match="has no extra 'scheduler'"):
         reader.load_latest()
+    caplog.clear()
     assert reader.load_latest(without=["scheduler"]) == 12
+    assert ("step-00000012 has no manifest or checksums" in caplog.text) != summed
     assert all(torch.equal(other[name], param) for name, param in model.items())
     assert fresh.param_groups[0]["step"] == 4
     train(other, fresh, range(4, 5))
@@ -232,6 +276,50 @@ class Counter:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.count = state["count"]
+
+
+@pytest.mark.parametrize("kind", ["disk", "store"])
+def test_folders_of_runs_and_of_checkpoints_are_told_apart(kind: str, store: str, tmp_path: Path) -> None:
+    """Each where the other one is meant is named, and nothing is written."""
+    store = store if kind == "store" else str(tmp_path)
+    model, optimizer = trained(REM16, torch.int8)
+    with Checkpointer(model, optimizer, store, sigterm=False) as checkpointer:
+        for step in (50, 60):
+            checkpointer.save(step)
+        checkpointer.wait()
+        one = checkpointer.path(50)
+    before = sorted(folder_at(one).names())
+    for options in ({}, {"readonly": True}):
+        with pytest.raises(ValueError, match=r"is a checkpoint: expected the folder of a run.* load\(50\) reads"):
+            Checkpointer(model, optimizer, one, **options)
+    assert sorted(folder_at(one).names()) == before
+    for read in (
+        load_optimizer_checkpoint,
+        lambda *each: verify_checksums(each[2]),
+        lambda *each: inspect_checkpoint(each[2]),
+    ):
+        with pytest.raises(
+            FileNotFoundError, match=r"the folder of a run: name one of its 2 .* such as .*step-00000060"
+        ):
+            read(model, optimizer, store)
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_folders_that_refuse_fsync(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CIFS and some of FUSE's do; errors of a disk are errors."""
+    fsync = os.fsync
+
+    def refuses(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuses)
+    checkpointer = opened(tmp_path)
+    checkpointer.save(1)
+    with pytest.raises(RuntimeError, match="Input/output") if code == errno.EIO else nullcontext():
+        checkpointer.close()
+    assert checkpointer.steps() == ([] if code == errno.EIO else [1])
 
 
 def test_none_is_said_only_where_nothing_is(tmp_path: Path) -> None:
@@ -301,7 +389,6 @@ def test_a_save_that_fails_leaves_the_good_one_of_its_step(store: str, monkeypat
     checkpointer.save(1)
     checkpointer.wait()
     good = checkpointer.path(1)
-    checkpointer._last = None
     for method in ("open", "create", "write"):
         with monkeypatch.context() as patch:
             patch.setattr(RemoteFolder, method, raise_timeout)
@@ -372,61 +459,6 @@ def test_a_save_reads_no_more_of_older_checkpoints_than_their_names(
 # --- readers and writers ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def another_process() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(["sleep", "600"])
-    yield process
-    process.kill()
-    process.wait()
-
-
-def begun_by(process: subprocess.Popen[bytes], draft: Path) -> None:
-    draft.mkdir(parents=True)
-    owners.write(LocalFolder(draft))
-    content = json.loads((draft / owners.FILE).read_text())
-    content |= {"pid": process.pid, "started": owners._started(process.pid)}
-    (draft / owners.FILE).write_text(json.dumps(content))
-    (draft / "__0_0.distcp").write_bytes(b"half")
-
-
-def test_readers_leave_a_running_save_alone(another_process: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    """Writers say whose it is, until that process has ended."""
-    with opened(tmp_path) as checkpointer:
-        checkpointer.save(1)
-    draft = tmp_path / ".unfinished-step-00000002.0123abcd"
-    begun_by(another_process, draft)
-    for options in ({}, {"readonly": True}):
-        with opened(tmp_path, **options) as reader:
-            assert reader.load_latest() == 1 and reader.steps() == [1]
-    assert names(draft) == ["__0_0.distcp", owners.FILE]
-    writer = opened(tmp_path)
-    writer.save(3)
-    with pytest.raises(RuntimeError, match=rf"process {another_process.pid} on .* writes step-00000002.*readonly=True"):
-        writer.wait()
-    assert names(draft) == ["__0_0.distcp", owners.FILE]
-    another_process.kill()
-    another_process.wait()
-    writer.save(3)
-    writer.close()
-    assert names(tmp_path) == ["step-00000001", "step-00000003"]
-
-
-def test_a_draft_of_another_machine_is_forsaken_after_a_day(tmp_path: Path) -> None:
-    draft = tmp_path / ".unfinished-step-00000002.0123abcd"
-    draft.mkdir()
-    owners.write(LocalFolder(draft))
-    content = json.loads((draft / owners.FILE).read_text()) | {"host": "elsewhere 1 2"}
-    (draft / owners.FILE).write_text(json.dumps(content))
-    writer = opened(tmp_path)
-    writer.save(3)
-    with pytest.raises(RuntimeError, match="on elsewhere writes step-00000002"):
-        writer.wait()
-    (draft / owners.FILE).write_text(json.dumps(content | {"time": content["time"] - owners.FORSAKEN - 1}))
-    writer.save(3)
-    writer.close()
-    assert names(tmp_path) == ["step-00000003"]
-
-
 def test_readonly(tmp_path: Path) -> None:
     reader = opened(tmp_path / "run", readonly=True, sigterm=True)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -495,7 +527,7 @@ SCRIPT = """
 import os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
-from fused_optim import FusedAdamW
+from fused_optim import FusedAdamW, load_optimizer_checkpoint, verify_checksums
 from fused_optim.checkpoint import Checkpointer, extras
 from fused_optim.checkpoint.writing.saver import Saver
 
@@ -726,6 +758,48 @@ def test_extras_that_could_not_be_loaded_are_refused(value: Any, tmp_path: Path)
     with pytest.raises(RuntimeError, match=r"extra loader\.inner\.0\.here: expected tensors and plain"):
         checkpointer.close()
     assert not list(tmp_path.glob("step-*"))
+
+
+class WithExtraState(nn.Linear):
+    extra: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize(
+    "where, key",
+    [
+        ("extra", r"extra loader\.best"),
+        ("model", r"model\._extra_state\.best"),
+        ("group", r"optimizer\.param_groups\.0\.best"),
+    ],
+)
+def test_what_becomes_such_a_value_later_is_refused_then(where: str, key: str, tmp_path: Path) -> None:
+    """As the best loss so far, which is None at first. The checkpoint that can be loaded stays."""
+    holder, model = Holder({"best": None}), WithExtraState(4, 4)
+    model.extra = {"best": None}
+    optimizer = FusedAdamW([{"params": model.parameters(), "best": None}])
+    with Checkpointer(model, optimizer, tmp_path, extra={"loader": holder}, keep=1, sigterm=False) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.wait()
+        for value in (np.float64(0.5), 0.5):
+            {"extra": holder.state, "model": model.extra, "group": optimizer.param_groups[0]}[where]["best"] = value
+            checkpointer.save(2)
+            if type(value) is not float:
+                with pytest.raises(RuntimeError, match=rf"{key}: expected tensors and plain values .*numpy\.float64"):
+                    checkpointer.wait()
+                assert checkpointer.load(1, dry_run=True) == 1
+        checkpointer.wait()
+        assert checkpointer.steps() == [2] and checkpointer.load(2, dry_run=True) == 2
+
+
+def test_a_name_that_is_taken(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="extra 'random_states': random_states=True saves one of that name"):
+        opened(tmp_path, extra={"random_states": Holder({})}, random_states=True)
 
 
 def test_extras_of_registered_classes_are_refused_too(tmp_path: Path) -> None:

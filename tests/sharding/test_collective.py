@@ -18,6 +18,7 @@ from fused_optim.sharding.collective import (
     meshes_of,
     on_all_ranks,
     on_any,
+    scatter_from_first,
 )
 
 
@@ -27,7 +28,8 @@ def tell() -> dict[str, Any]:
         "any": [on_any(False), on_any(rank == 2), on_any(True)],
         "same": distinct(["a", "b"]),
         "different": distinct(["a"] * (1 + (rank == 1))),
-        "first": gather_at_first(rank * 10),
+        "first": gather_at_first("x" * rank),
+        "own": scatter_from_first(["", "a", "bbb"] if rank == 0 else []),
     }
 
 
@@ -35,7 +37,8 @@ def test_three_ranks() -> None:
     for rank, found in enumerate(distributed.run(3, tell)):
         assert found["any"] == [False, True, True]
         assert found["same"] == [["a", "b"]] and found["different"] == [["a"], ["a", "a"], ["a"]]
-        assert found["first"] == ([0, 10, 20] if rank == 0 else [])
+        assert found["first"] == (["", "x", "xx"] if rank == 0 else [])
+        assert found["own"] == ["", "a", "bbb"][rank]
 
 
 def test_one_process() -> None:
@@ -45,7 +48,7 @@ def test_one_process() -> None:
 def gathers() -> tuple[int, str]:
     """How often objects are gathered: only where a rank has failed."""
     count = 0
-    original = dist.all_gather_object
+    original = dist.all_gather
 
     def counted(*args: Any, **kwargs: Any) -> None:
         nonlocal count
@@ -53,7 +56,7 @@ def gathers() -> tuple[int, str]:
         original(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_gather_object", counted)
+        patch.setattr(dist, "all_gather", counted)
         with on_all_ranks("nothing"):
             pass
         distinct("x")

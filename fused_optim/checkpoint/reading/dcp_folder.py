@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fused_optim.checkpoint.reading.reader import load
 from fused_optim.checkpoint.reading.source import Source, TensorInfo
+from fused_optim.checkpoint.storage import manifest
+from fused_optim.checkpoint.storage.damage import Replaced
 from fused_optim.checkpoint.storage.folders import Folder
 from fused_optim.checkpoint.storage.metadata import check_files, chunk_sizes, range_of, read_metadata
 from fused_optim.checkpoint.storage.untrusted import Refused, load_object
@@ -31,6 +33,7 @@ class DcpFolder(Source):
 
     def __init__(self, folder: Folder) -> None:
         self.path: Folder = folder
+        self.published = manifest.published(folder)  # before anything else is read
         self.metadata = metadata = read_metadata(folder)
         self.entries = {}
         for key, entry in metadata.state_dict_metadata.items():
@@ -88,7 +91,17 @@ class DcpFolder(Source):
 
     def load(self, state_dict: dict[str, Any]) -> None:
         """As ``dcp.load`` does, by this rank alone. Raises what went wrong."""
-        load(state_dict, self.path, self.metadata)
+        try:
+            load(state_dict, self.path, self.metadata)
+        finally:  # what went wrong is no damage then
+            self._check_same()
+
+    def _check_same(self) -> None:
+        """Raise Replaced where a run has published its step again meanwhile: some bytes may be of the other one."""
+        if manifest.published(self.path) != self.published:
+            raise Replaced(
+                f"{self.path} was replaced, or removed, by a run that saves there while it was read: load again"
+            )
 
     def _load(self, key: str, stored: _StorageInfo) -> Any:
         content = io.BytesIO(self.path.read(*range_of(key, stored)))
@@ -98,6 +111,8 @@ class DcpFolder(Source):
         self.check(wanted.keys())
         try:
             return self._read(wanted)
+        except Replaced:
+            raise
         except Exception:
             for key, buffer in wanted.items():  # which one it was
                 try:

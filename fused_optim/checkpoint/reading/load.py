@@ -32,6 +32,7 @@ from fused_optim.checkpoint.reading.leeway import Differences, Leeway, Naming, R
 from fused_optim.checkpoint.reading.opening import open_source
 from fused_optim.checkpoint.reading.source import Source
 from fused_optim.checkpoint.storage.checksums import verify_items
+from fused_optim.checkpoint.storage.damage import Replaced
 from fused_optim.checkpoint.storage.folders import Folder, PathLike, folder_at
 from fused_optim.checkpoint.storage.nested import assembled, setting_after
 from fused_optim.memory.layout import MASTER, STEP
@@ -106,6 +107,8 @@ def load_optimizer_checkpoint(
         check_order(model, optimizer)
         check_whole(model, optimizer.store.params)
         source = open_source(path)
+    if len(distinct(source.published)) > 1:
+        raise Replaced(f"{path} was replaced by a run that saves there while ranks opened it: load again")
     loader = checked(model, optimizer, source, verify=verify, leeway=leeway)
     loader.read()
     return loader.load()

@@ -6,7 +6,7 @@ from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
 from fused_optim.checkpoint.reading.files import SafetensorsFiles, TorchFile, safetensors_files
 from fused_optim.checkpoint.reading.source import Source
 from fused_optim.checkpoint.storage.folders import Folder, LocalFolder, PathLike, folder_at
-from fused_optim.checkpoint.storage.metadata import FILE
+from fused_optim.checkpoint.storage.metadata import FILE, unfinished
 
 
 def open_source(path: PathLike | Folder) -> Source:
@@ -28,7 +28,7 @@ def open_source(path: PathLike | Folder) -> Source:
     )
     found = "found nothing"
     if folder.exists():
-        found = "found none of them; the save was not finished, or this is another folder"
+        found = f"found none of them; {unfinished(folder)}"
     raise FileNotFoundError(f"{folder}: {expected}; {found}")
 
 

@@ -36,6 +36,7 @@ class Source(ABC):
     path: Folder | Path
     ranks: int | None
     entries: dict[str, TensorInfo | None]  # by flat key; None: not a tensor
+    published: bytes | None = None  # the manifest of a run's checkpoint
 
     def tensor_info(self, key: str) -> TensorInfo:
         found = self.entries[key]

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from fused_optim.checkpoint.storage.damage import Damaged
 from fused_optim.checkpoint.storage.folders import Folder, PathLike, folder_at, kept_open
 from fused_optim.checkpoint.storage.metadata import FILE as METADATA
-from fused_optim.checkpoint.storage.metadata import inner_path, read_metadata
+from fused_optim.checkpoint.storage.metadata import inner_path, read_metadata, unfinished
 from fused_optim.checkpoint.storage.threads import done_by, threads_to_read
 from fused_optim.checkpoint.storage.untrusted import load_json, number_in
 from fused_optim.sharding.collective import gather, gather_at_first, on_all_ranks, on_any, this_rank, world_size
@@ -141,6 +141,7 @@ def _own_damages(
     """In this rank's share."""
     if folder.size(FILE) is None:
         if required:
+            check_finished(folder)
             raise FileNotFoundError(f"{folder} has no checksums: expected {FILE}, which write_checksums writes")
         return []
     check_finished(folder)
@@ -220,7 +221,7 @@ def _check_apart(who: str, ranges: Iterable[Range]) -> None:
 def check_finished(folder: Folder) -> None:
     if folder.size(METADATA) is None:
         expected = "expected a folder of torch.distributed.checkpoint with a file .metadata, which is written last"
-        raise FileNotFoundError(f"{folder}: {expected}; the save was not finished, or this is another folder")
+        raise FileNotFoundError(f"{folder}: {expected}; {unfinished(folder)}")
 
 
 def _share(ranges: Iterable[Range], no_dist: bool) -> Iterator[Range]:

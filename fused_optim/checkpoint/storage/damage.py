@@ -7,6 +7,10 @@ class Damaged(ValueError):
     """Something that a checkpoint should hold is missing, torn or changed. Another checkpoint may be whole."""
 
 
+class Replaced(Damaged):
+    """Another checkpoint was published in its place while it was read."""
+
+
 def is_damage(error: BaseException) -> bool:
     """Whether an error says that a checkpoint is not whole, not that it cannot be opened or is newer than the code."""
     return isinstance(error, Damaged | FileNotFoundError | EOFError)

@@ -7,21 +7,19 @@ folder of its own, ``step-00000100.1f3a9c20``, which is a checkpoint once it has
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from fused_optim.checkpoint.storage import manifest, metadata, owners
+from fused_optim.checkpoint.storage import lock, manifest, metadata
 from fused_optim.checkpoint.storage.damage import is_damage
-from fused_optim.checkpoint.storage.folders import Folder
+from fused_optim.checkpoint.storage.folders import TEMPORARY, Folder
 from fused_optim.checkpoint.storage.manifest import Manifest
+from fused_optim.checkpoint.storage.metadata import CHECKPOINT
 from fused_optim.checkpoint.storage.retention import PINNED, Retention
 
 logger = logging.getLogger("fused_optim")
 
-_VISIBLE = re.compile(r"step-(\d{8,})(?:\.([0-9a-f]{8}))?")
 _UNFINISHED, _DELETED = ".unfinished-", ".deleted-"
 
 
@@ -42,6 +40,15 @@ class CheckpointDirectory:
         self.folder = folder
         self._retention = retention
         self._manifests: dict[str, Manifest] = {}  # by name, of the rank that alone changes them
+        self._lock: lock.Lock | None = None  # from the first save on, of that rank
+
+    def check_level(self) -> None:
+        """Raise ValueError for the folder of a checkpoint, in which no other ones are looked for, nor saved."""
+        if self.folder.size(metadata.FILE) is not None or self.folder.size(manifest.FILE) is not None:
+            hint = "load_optimizer_checkpoint reads it"
+            if match := CHECKPOINT.fullmatch(self.folder.name):
+                hint = f"open the folder above it, where load({int(match[1])}) reads it"
+            raise ValueError(f"{self.folder} is a checkpoint: expected the folder of a run, which has some; {hint}")
 
     # --- reading ------------------------------------------------------------------------------------------------
 
@@ -73,7 +80,7 @@ class CheckpointDirectory:
         return _sorted(found)
 
     def _found(self, name: str) -> Found | None:
-        match = _VISIBLE.fullmatch(name)
+        match = CHECKPOINT.fullmatch(name)
         if match is None:
             return None
         step, place = int(match[1]), self.folder.child(name)
@@ -118,23 +125,35 @@ class CheckpointDirectory:
         return self.folder.child(f"{prefix}{_name(step)}.{attempt}")
 
     def begin(self, step: int) -> str:
-        """Make room for a draft. Returns the attempt's name."""
+        """Make room for a draft. Returns the attempt's name.
+
+        The first time the folder becomes this process's, until :meth:`release`, which waits up to a minute where it is
+        not known whether its last owner lives; and what interrupted runs have left is put in order. Raises ValueError
+        where it is another run's.
+        """
         self.folder.create()
+        if self._lock is None:
+            held = lock.hold(self.folder)
+            self._tidy()
+            self._lock = held
+        self._lock.check()
         attempt = secrets.token_hex(4)
-        draft = self.draft(step, attempt)
-        try:
-            draft.create()
-            owners.write(draft)
-        except BaseException:
-            with suppress(OSError):
-                self._remove(draft.name)
-            raise
+        self.draft(step, attempt).create()
         return attempt
+
+    def release(self) -> None:
+        """All saves are made: other runs may have the folder."""
+        lock.release(self.folder)
+
+    def _check_owner(self) -> None:
+        assert self._lock is not None
+        self._lock.check()
 
     def finish(self, step: int, attempt: str, found: Manifest) -> None:
         """Make a draft, whose other files are written and synced, the newest checkpoint; drop what need not stay.
 
-        Raises Damaged, before anything is changed, where a file is not as it was written.
+        Raises Damaged, before anything is changed, where a file is not as it was written; ValueError where the folder
+        is another run's meanwhile.
         """
         draft = self.draft(step, attempt)
         manifest.check_files(draft, found.files)
@@ -144,16 +163,15 @@ class CheckpointDirectory:
         pinned = [] if self.folder.is_local else self._pinned(step)
         if pinned:
             draft.write(PINNED, b"")
-        if self.folder.is_local:
-            draft.remove(owners.FILE)
+        self._check_owner()
         manifest.write(draft, found)
         draft.sync()
         manifest.read(draft)
         name = draft.name
         if self.folder.is_local:
+            self._check_owner()
             name = self._publish(draft.name)
         else:
-            draft.remove(owners.FILE)
             for place in pinned:  # which the new one stands for
                 place.remove(PINNED)
         self._manifests[name] = found
@@ -181,18 +199,9 @@ class CheckpointDirectory:
         """Remove a draft that could not be finished."""
         self._remove(self.draft(step, attempt).name)
 
-    def tidy(self) -> None:
-        """Finish what interrupted runs left behind: drafts that are whole are published, others removed.
-
-        Raises ValueError, before anything is changed, where another process that lives writes checkpoints here.
-        """
+    def _tidy(self) -> None:
+        """Finish what interrupted runs left behind: drafts that are whole are published, others removed."""
         drafts = [name for name in self.folder.names() if self._is_draft(name)]
-        for name in drafts:
-            if writer := owners.other_writer(self.folder.child(name)):
-                raise ValueError(
-                    f"{self.folder}: {writer} writes {name.removeprefix(_UNFINISHED)} there: every run needs a folder "
-                    "of its own; to only read this one, open it with readonly=True"
-                )
         for name in drafts:
             try:
                 manifest.check_whole(place := self.folder.child(name), manifest.read(place))
@@ -203,13 +212,13 @@ class CheckpointDirectory:
             else:
                 self._publish(name)
         for name in self.folder.names():
-            if name.startswith(_DELETED):
+            if name.startswith(_DELETED) or (name.startswith(f".{lock.FILE}") and name.endswith(TEMPORARY)):
                 self.folder.remove(name)
 
     def _is_draft(self, name: str) -> bool:
         if name.startswith(_UNFINISHED):
-            return _VISIBLE.fullmatch(name.removeprefix(_UNFINISHED)) is not None
-        place, match = self.folder.child(name), _VISIBLE.fullmatch(name)
+            return CHECKPOINT.fullmatch(name.removeprefix(_UNFINISHED)) is not None
+        place, match = self.folder.child(name), CHECKPOINT.fullmatch(name)
         if self.folder.is_local or match is None or place.size(manifest.FILE) is not None:
             return False
         return match[2] is not None or place.size(manifest.UNFINISHED) is not None
@@ -223,8 +232,9 @@ class CheckpointDirectory:
         for each in newest_first:
             try:
                 if each.name not in kept and self.folder.child(each.name).size(PINNED) is None:
+                    self._check_owner()
                     self._remove(each.name)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 logger.warning("checkpoint of step %d cannot be removed: %s", each.step, error)
 
     def pin(self, found: Found, pinned: bool) -> None:
@@ -242,7 +252,7 @@ class CheckpointDirectory:
     def _pinned(self, step: int) -> list[Folder]:
         """The attempts at a step that are."""
         names = {*self.folder.names(), *self._manifests}  # listings may be late
-        matches = ((name, _VISIBLE.fullmatch(name)) for name in sorted(names))
+        matches = ((name, CHECKPOINT.fullmatch(name)) for name in sorted(names))
         places = [self.folder.child(name) for name, match in matches if match is not None and int(match[1]) == step]
         return [place for place in places if place.size(PINNED) is not None]
 

@@ -7,6 +7,7 @@ import logging
 import os
 import posixpath
 import re
+import secrets
 import shutil
 import stat
 import threading
@@ -22,6 +23,7 @@ from fused_optim.checkpoint.storage.damage import Damaged
 logger = logging.getLogger("fused_optim")
 
 T = TypeVar("T")
+TEMPORARY = ".tmp"  # what files are called that a process was writing when it was killed
 _MOST_OPEN = 64  # files of a folder at a time
 _ONE_READ = 1 << 20  # bytes that the system reads at once, if they are there
 _NEAR = 1 << 22  # bytes that are summed up at a time, of files of this machine
@@ -69,8 +71,11 @@ class Folder(Protocol):
     def crc32(self, name: str, start: int, length: int) -> int:
         """Of so many bytes of a file. Raises EOFError where it is shorter."""
 
-    def write(self, name: str, content: bytes) -> None:
-        """All of it or nothing: a file that is read meanwhile, or after a crash, is the old one or the new one."""
+    def write(self, name: str, content: bytes, *, sync: bool = True) -> None:
+        """All of it or nothing: a file that is read meanwhile, or after a crash, is the old one or the new one.
+
+        ``sync``: False: not after a crash of the machine.
+        """
 
     def remove(self, name: str) -> None:
         """A file or folder; nothing where there is none."""
@@ -108,6 +113,15 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
         if error.errno != errno.ELOOP:  # links in a circle are none
             raise
         return False
+
+
+def to_disk(descriptor: int) -> None:
+    """``fsync``, but of file systems that cannot: CIFS and some of FUSE's refuse it, mostly of folders."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
 
 
 class LocalFolder:
@@ -205,14 +219,14 @@ class LocalFolder:
         finally:
             os.close(descriptor)
 
-    def write(self, name: str, content: bytes) -> None:
-        temporary = self.path / f".{name}.tmp"
-        temporary.unlink(missing_ok=True)  # it might be a link, which is not followed
+    def write(self, name: str, content: bytes, *, sync: bool = True) -> None:
+        temporary = self.path / f".{name}.{secrets.token_hex(4)}{TEMPORARY}"  # others may write it at the same time
         try:
             with temporary.open("xb") as stream:
                 stream.write(content)
                 stream.flush()
-                os.fsync(stream.fileno())
+                if sync:
+                    to_disk(stream.fileno())
             temporary.replace(self.path / name)
         finally:
             temporary.unlink(missing_ok=True)
@@ -230,7 +244,7 @@ class LocalFolder:
     def sync(self) -> None:
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
-            os.fsync(descriptor)
+            to_disk(descriptor)
         finally:
             os.close(descriptor)
 
@@ -408,7 +422,7 @@ class RemoteFolder:
     def crc32(self, name: str, start: int, length: int) -> int:
         return _crc32_by_pieces(self, name, start, length, _FAR)
 
-    def write(self, name: str, content: bytes) -> None:
+    def write(self, name: str, content: bytes, *, sync: bool = True) -> None:
         retried(lambda: self._system.pipe_file(self._at(name), content))
 
     def remove(self, name: str) -> None:

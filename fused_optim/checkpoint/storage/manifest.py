@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 from typing import Any
@@ -74,6 +75,13 @@ def read(folder: Folder) -> Manifest:
     if torn:
         raise Damaged(f"{folder}/{FILE} is damaged: its checksum differs")
     return _manifest(folder, content)
+
+
+def published(folder: Folder) -> bytes | None:
+    """What tells a checkpoint from another one that is published in its place; None where it has no manifest."""
+    with suppress(FileNotFoundError):
+        return folder.read(FILE)
+    return None
 
 
 def check_files(folder: Folder, files: Mapping[str, int]) -> None:

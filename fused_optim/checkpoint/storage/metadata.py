@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import fields
@@ -38,6 +39,7 @@ from fused_optim.checkpoint.storage.garbage import without_collection
 from fused_optim.checkpoint.storage.pickles import Given, UnknownName, items, read_pickle, stand_in
 
 FILE = ".metadata"
+CHECKPOINT = re.compile(r"step-(\d{8,})(?:\.([0-9a-f]{8}))?")  # the name of one in the folder of a run
 
 # The fields of torch's classes, of all supported releases; in the order of a state that is a tuple.
 _FIELDS = {
@@ -98,6 +100,15 @@ def read_metadata(folder: Folder) -> Metadata:
         raise ValueError(text) from error
     except Exception as error:
         raise Damaged(f"{folder}/{FILE} cannot be read ({error}); it is truncated or damaged") from error
+
+
+def unfinished(folder: Folder) -> str:
+    """Why there is no :data:`FILE` in it, for messages."""
+    matches = [match for name in folder.names() if (match := CHECKPOINT.fullmatch(name)) is not None]
+    if not matches:
+        return "the save was not finished, or this is another folder"
+    newest = max(matches, key=lambda match: int(match[1]))
+    return f"this is the folder of a run: name one of its {len(matches)} checkpoints, such as {folder.child(newest[0])}"
 
 
 def check_files(folder: Folder, described: Metadata, keys: Container[str] | None = None) -> None:

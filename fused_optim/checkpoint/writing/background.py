@@ -9,6 +9,8 @@ import sys
 import threading
 from concurrent.futures import Future, thread, wait  # noqa: F401  the pools register first: the last one is called first
 
+from fused_optim.checkpoint.storage.lock import release_all
+
 logger = logging.getLogger("fused_optim")
 
 _untold: dict[Future[str | None], None] = {}  # jobs whose outcome nobody has asked for
@@ -34,6 +36,7 @@ def outcome(future: Future[str | None]) -> str | None:
 def _drain() -> None:
     """Before the pools of ``concurrent.futures`` are closed, in which jobs run and which they use."""
     wait(list(_untold))
+    release_all()
 
 
 def _tell() -> None:

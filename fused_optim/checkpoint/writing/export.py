@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from fused_optim.adam import MOMENTS, FusedAdam
 from fused_optim.checkpoint.storage.checksums import write_checksums
-from fused_optim.checkpoint.storage.torch_errors import cause, in_one_process
+from fused_optim.checkpoint.storage.folders import folder_at
+from fused_optim.checkpoint.writing.saver import Saver
 from fused_optim.options.checks import check_order, check_whole, describe, some_of
 from fused_optim.sharding.collective import distinct, on_all_ranks, parameter_names, this_rank
 from fused_optim.sharding.dtensor import full_tensor, has_own_chunks, keep_chunks, local_tensor, rewrap_like
@@ -102,7 +101,8 @@ def _placed(state: Tensor, param: Tensor) -> Tensor:
 
 
 def _export_folder(optimizer: FusedAdam, names: Mapping[Tensor, str], groups: list[dict[str, Any]], path: Path) -> None:
-    with on_all_ranks(f"exporting to {path}"):
+    doing = f"exporting to {path}"
+    with on_all_ranks(doing):
         state = {
             names[param]: {name: _placed(value, param) if name in MOMENTS else value for name, value in own.items()}
             for param, own in _states(optimizer, "cpu")
@@ -114,11 +114,7 @@ def _export_folder(optimizer: FusedAdam, names: Mapping[Tensor, str], groups: li
             for key, value in group.items()
             if key != "params"
         }
-    try:
-        with in_one_process():
-            dcp.save({"optimizer": {"state": state, "param_groups": groups, **flat}}, checkpoint_id=path)
-    except CheckpointException as error:  # on all ranks; no Exception, so that callers rarely catch it
-        raise RuntimeError(f"exporting to {path}: {cause(error)}") from error
+    Saver(None).save({"optimizer": {"state": state, "param_groups": groups, **flat}}, folder_at(path), doing)
     write_checksums(path)
 
 

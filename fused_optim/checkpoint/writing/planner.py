@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from fused_optim.checkpoint.storage.nested import flat
+from fused_optim.checkpoint.writing.loadable import check_loadable
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor, placed_part_of
 
 _HEADER, _OBJECT = 2048, 1024  # bytes that torch writes beside those of a tensor, and for a small object, about
@@ -78,6 +79,8 @@ class Planner(DefaultSavePlanner):
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         if write_item.type == WriteItemType.BYTE_IO and type(object) in (bool, int, float, str, type(None)):
             return io.BytesIO(_serialised(type(object).__name__, repr(object), object))
+        if not isinstance(object, Tensor):
+            check_loadable(write_item.index.fqn, object)
         return super().transform_object(write_item, object)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import heapq
 import io
-import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fused_optim.backends.checksum import crc32
 from fused_optim.checkpoint.storage.checksums import Range
-from fused_optim.checkpoint.storage.folders import Folder, retried
+from fused_optim.checkpoint.storage.folders import Folder, retried, to_disk
 from fused_optim.checkpoint.storage.threads import threads
 from fused_optim.checkpoint.writing.archives import Archives
 from fused_optim.checkpoint.writing.planner import size_of
@@ -66,11 +65,11 @@ class Writer:
 
     def write(self, plan: SavePlan, planner: SavePlanner, files: RankFiles) -> list[WriteResult]:
         """What is planned for this rank. Where each item is then, in the same order for the same plan."""
+        self._folder.create()
         needed, free = sum(map(size_of, plan.items)), self._folder.free()
         if free is not None and needed > free:
             raise self._no_room(files, needed)
         shares = _shares(plan.items, min(self._most_files, 1 + needed // _FILE_BYTES))
-        self._folder.create()
         stop = threading.Event()
 
         def write(number: int) -> list[WriteResult]:
@@ -110,7 +109,7 @@ class Writer:
                 self.written.checksums[name, start, length] = f"{stream.crc:08x}"
                 results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
             if self._folder.is_local:
-                os.fsync(raw.fileno())
+                to_disk(raw.fileno())
         self.written.sizes[name] = stream.position
         return results
 
