@@ -50,7 +50,7 @@ test-integrations: $(VENV)/.installed $(VENV)/.integrations
 	    lightning, compressed_tensors, torchtitan.components.optimizer, torchao, triton'
 	$(BIN)/python -m pytest $(INTEGRATIONS:%=tests/integrations/test_%.py)
 
-# The tests that TransformerEngine and Apex have of their FusedAdam, with ours; docs/development.md says what SOURCES holds.
+# The tests that TransformerEngine, Apex and torch have of their Adam, with ours; docs/development.md says what SOURCES holds.
 peer-suites: $(VENV)/.installed
 	$(BIN)/python benchmarks/peer_suites.py $(SOURCES) --output build/peer_suites.json
 

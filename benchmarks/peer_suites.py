@@ -1,4 +1,4 @@
-"""The tests that peers have of their fused Adam, run with this package's optimizers in its place, and with theirs.
+"""The tests that peers have of their Adam, run with this package's optimizers in its place, and with theirs.
 
 ``python benchmarks/peer_suites.py SOURCES --output peer_suites.json`` writes the outcomes, and pytest's output to
 ``peer_suites.log`` beside them. docs/development.md says what lies in SOURCES. The exit status is 1 if a test fails
@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -25,17 +26,35 @@ from typing import Any
 
 import torch
 
-from peer_plugin import OPTIMIZERS
+from peer_plugin import OPTIMIZERS, UNSUPPORTED
 from step import machine, write
 
+# Parts of "TEST: MESSAGE" of a failure, as regular expressions, and why it is none.
 EXPECTED = {
-    "test_fp16_master": "by design: docs/numerics.md, on FP16 masters",
-    "test_dcp_resharding_load[Float8BlockScaling]": "TransformerEngine's test_torch_fsdp2.py expects it",
+    r"^test_fp16_master:": "by design: docs/numerics.md, on FP16 masters",
+    r"^test_dcp_resharding_load\[Float8BlockScaling\]:": "TransformerEngine's test_torch_fsdp2.py expects it",
 }
-# Of FusedAdam alone: by default a BF16 parameter's master is the 16 bits that it lacks, where the test expects FP32.
-EXPECTED_OF_OWN = {
-    f"test_fused_adam_fp8_master_weights[{recipe}]": "by design: docs/numerics.md, on master weights"
-    for recipe in ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling")
+# Of torch's tests; docs/drop_in.md says more of them.
+_TORCHS = {
+    r"got torch\.float64; convert it": "float64 parameters are refused",
+    r"got torch\.complex64; pass torch\.view_as_real": "complex parameters are refused",
+    r"^test_errors_.* does not match": "the same error in other words",
+    r"^test_adamw_serialization_": "an argument of the optimizer says how weights decay, no state dict",
+    r"^test_can_load_from_to_named_state_dict_is_named_optim0_True_is_named_optim1_False_.*'param_names": (
+        "an optimizer keeps the names that it was made with, and takes none from a state dict"
+    ),
+    r"^test_fused_error_on_params_on_meta_.*RuntimeError not raised": "parameters on the meta device can be stepped",
+}
+# Of one class alone. By default a BF16 parameter's master is the 16 bits that it lacks, where the test expects FP32.
+EXPECTED_OF = {
+    "own": {
+        r"^test_fused_adam_fp8_master_weights\[(DelayedScaling|Float8CurrentScaling|Float8BlockScaling)\]:": (
+            "by design: docs/numerics.md, on master weights"
+        ),
+        **{f"{name}=True is not supported": f"{name} is refused" for name in UNSUPPORTED},
+        **_TORCHS,
+    },
+    "supported": _TORCHS,
 }
 OUTCOMES = ("passed", "xpassed", "skipped", "xfailed", "failed", "error")  # where ranks differ, the last one counts
 FAILURES = ("failed", "error")
@@ -56,15 +75,24 @@ class Suite:
     peer: str
     files: tuple[str, ...]
     parts: tuple[Part, ...]
+    needs: int = 0  # GPUs, where the tests themselves start a process for each
+
+    @property
+    def folder(self) -> str:
+        return self.files[0].split("/")[0]
 
     @property
     def ranks(self) -> int:
         return max(part.ranks for part in self.parts)
 
+    def can_run(self, sources: Path, gpus: int) -> bool:
+        return (sources / self.folder).is_dir() and max(self.ranks, self.needs) <= gpus
+
 
 TE_TESTS = "TransformerEngine/tests/pytorch"
 FSDP2 = f"{TE_TESTS}/distributed/fsdp2_tests/run_fsdp2_fused_adam.py"
 APEX_TESTS = "apex/tests/L0/run_optimizers"
+TORCH_TESTS = "pytorch/test"
 SUITES = (
     Suite("TransformerEngine", "transformer_engine", (f"{TE_TESTS}/test_fused_optimizer.py",), (Part("not SGD"),)),
     Suite("TransformerEngine FSDP2", "transformer_engine", (FSDP2,), (Part("not hybrid and not dcp_resharding", 2),)),
@@ -79,6 +107,20 @@ SUITES = (
         "apex",
         (f"{APEX_TESTS}/test_adam.py", f"{APEX_TESTS}/test_fused_optimizer.py"),
         (Part("Adam and not Large"),),
+    ),
+    Suite("torch.optim", "torch", (f"{TORCH_TESTS}/test_optim.py",), (Part("TestOptimRenewed and (_Adam_ or AdamW)"),)),
+    Suite(
+        "torch.optim of DTensors",
+        "torch",
+        (f"{TORCH_TESTS}/distributed/tensor/test_optimizers.py",),
+        (Part("test_adam_1d or test_adamw_1d"),),
+    ),
+    Suite(
+        "torch.distributed.checkpoint.state_dict",
+        "torch",
+        (f"{TORCH_TESTS}/distributed/checkpoint/test_state_dict.py",),
+        (Part("TestStateDict"),),
+        needs=2,
     ),
 )
 
@@ -101,15 +143,23 @@ def outcomes(suite: Suite, optimizer: str, sources: Path, log: Path) -> dict[str
             unfinished.append(part.tests)
     counts = Counter(line["outcome"] for line in tests.values())
     failures = {test: line["message"] for test, line in tests.items() if line["outcome"] in FAILURES}
-    expected = EXPECTED | (EXPECTED_OF_OWN if optimizer == "own" else {})
+    reasons = {test: reason_of(test, message, optimizer) for test, message in failures.items()}
     return {
         "class": ", ".join(sorted(classes)),
         **{outcome: counts[outcome] for outcome in OUTCOMES},
         "failures": failures,
-        "unexpected": [test for test in failures if test.split("::")[-1] not in expected],
+        "reasons": dict(Counter(filter(None, reasons.values()))),
+        "unexpected": [test for test, reason in reasons.items() if reason is None],
         "unfinished": unfinished,
         "seconds": round(time.perf_counter() - start, 1),
     }
+
+
+def reason_of(test: str, message: str, optimizer: str) -> str | None:
+    """Why a failure was to be expected; None of one that was not."""
+    text = f"{test.split('::')[-1]}: {' '.join(message.split())}"
+    expected = EXPECTED | EXPECTED_OF.get(optimizer, {})
+    return next((reason for pattern, reason in expected.items() if re.search(pattern, text)), None)
 
 
 def run(suite: Suite, part: Part, optimizer: str, sources: Path, log: Path) -> list[list[dict[str, Any]]]:
@@ -171,20 +221,25 @@ def lanes(suites: list[Suite]) -> list[list[tuple[Suite, str]]]:
     The tests of several ranks write the same files, so they follow one another.
     """
     found: dict[tuple[str, bool], list[tuple[Suite, str]]] = {}
-    for optimizer in OPTIMIZERS:
-        for suite in suites:
-            found.setdefault((suite.peer, bool(suite.ranks)), []).append((suite, optimizer))
+    for peer, optimizers in OPTIMIZERS.items():
+        for optimizer in optimizers:
+            for suite in suites:
+                if suite.peer == peer:
+                    found.setdefault((peer, bool(suite.ranks)), []).append((suite, optimizer))
     return list(found.values())
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sources", type=Path, help="the folder with TransformerEngine/ and apex/")
+    parser.add_argument("sources", type=Path, help="the folder with TransformerEngine/, apex/, pytorch/")
     parser.add_argument("--output", type=Path, required=True, help="a JSON file; the log has its name with .log")
     parser.add_argument("--commit", default="", help="what the results are of, where the tree is no git checkout")
     options = parser.parse_args(arguments)
     options.sources = options.sources.resolve()
-    missing = [name for suite in SUITES for name in suite.files if not (options.sources / name).is_file()]
+    options.gpus = torch.cuda.device_count()
+    options.suites = [suite for suite in SUITES if suite.can_run(options.sources, options.gpus)]
+    files = [name for suite in options.suites or SUITES for name in suite.files]
+    missing = [name for name in files if not (options.sources / name).is_file()]
     if missing:
         parser.error(f"{options.sources / missing[0]} is missing; docs/development.md says what belongs there")
     return options
@@ -192,14 +247,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    gpus = torch.cuda.device_count()
-    suites = [suite for suite in SUITES if suite.ranks <= gpus]
+    gpus, suites = options.gpus, options.suites
     results: dict[str, dict[str, Any]] = {suite.name: {} for suite in suites}
     report = {
         "machine": {**machine(torch.device("cuda" if gpus else "cpu"), options.commit), "gpus": gpus},
-        "tests": {name: blob(options.sources / name) for suite in SUITES for name in suite.files},
+        "tests": {name: blob(options.sources / name) for suite in suites for name in suite.files},
         "expected_failures": EXPECTED,
-        "expected_failures_of_own": EXPECTED_OF_OWN,
+        "expected_failures_of": EXPECTED_OF,
         "not_run": [suite.name for suite in SUITES if suite not in suites],
         "suites": results,
     }

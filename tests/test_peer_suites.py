@@ -14,7 +14,7 @@ from peer_plugin import OPTIMIZERS
 from peer_suites import APEX_TESTS, FSDP2, SUITES, TE_TESTS
 
 ROOT = Path(__file__).parents[1]
-TE, SHARDED, RESHARDED, APEX = SUITES
+TE, SHARDED, RESHARDED, APEX, TORCH, DTENSORS, STATE_DICTS = SUITES
 PACKAGE = "class FusedAdam: ..."
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -60,6 +60,44 @@ def test_ranks(recipe, ranks): assert ranks == 2
 def test_hybrid(): assert False
 def test_dcp_resharding_save(recipe, ranks): assert ranks == 2
 def test_dcp_resharding_load(recipe, ranks): assert ranks == 1 and recipe == "DelayedScaling"
+"""
+# As in torch: tests made of a table of optimizers, and some in processes that they start.
+TORCH_FILE = """
+import torch
+from torch.testing._internal.common_device_type import instantiate_device_type_tests
+from torch.testing._internal.common_optimizers import optim_db, optims
+from torch.testing._internal.common_utils import TestCase
+
+class TestOptimRenewed(TestCase):
+    @optims(optim_db)
+    def test_class(self, device, dtype, optim_info):
+        assert optim_info.optim_cls is getattr(torch.optim, optim_info.optim_cls.__name__)
+        optimizer = optim_info.optim_cls([torch.zeros(2)])
+        assert optimizer.param_groups[0]["weight_decay"] == 0.01 * (optim_info.name == "AdamW")
+        assert optimizer.state_dict()["param_groups"][0]["decoupled_weight_decay"] == (optim_info.name == "AdamW")
+
+    @optims(optim_db)
+    def test_amsgrad(self, device, dtype, optim_info):
+        param = torch.ones(2, requires_grad=True)
+        optim_info.optim_cls([{"params": [param], "amsgrad": True}], amsgrad=True, differentiable=True)
+
+instantiate_device_type_tests(TestOptimRenewed, globals())
+"""
+DTENSORS_FILE = """
+import multiprocessing
+import torch
+
+def found(queue):
+    queue.put(torch.optim.Adam.__mro__[1].__name__)
+
+def test_adam_1d():
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=found, args=(queue,))
+    process.start()
+    name = queue.get(timeout=60)
+    process.join()
+    assert name == torch.optim.Adam.__mro__[1].__name__ == "FusedAdam", name
 """
 # Rank 0 fails and ends; rank 1 goes on after that.
 RANKS_DIFFER = """
@@ -115,7 +153,8 @@ def test_one_gpu(sources: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert peer_suites.main([str(sources), "--output", str(output), "--commit", "abc"]) == 0
     report = json.loads(output.read_text())
     assert report["machine"] == {"device": "cuda", "commit": "abc", "gpus": 1}
-    assert report["not_run"] == [SHARDED.name, RESHARDED.name] and set(report["suites"]) == {TE.name, APEX.name}
+    assert report["not_run"] == [each.name for each in (SHARDED, RESHARDED, TORCH, DTENSORS, STATE_DICTS)]
+    assert set(report["suites"]) == {TE.name, APEX.name}
     te, apex = report["suites"][TE.name], report["suites"][APEX.name]
     assert {name: found["class"] for name, found in te.items()} == {
         "own": "fused_optim.adam.FusedAdam",
@@ -136,8 +175,7 @@ def test_one_gpu(sources: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 def test_suites_of_a_peer_follow_one_another() -> None:
     found = [[suite for suite, _ in lane] for lane in peer_suites.lanes(list(SUITES))]
-    times = len(OPTIMIZERS)
-    assert found == [[TE] * times, [SHARDED, RESHARDED] * times, [APEX] * times]
+    assert found == [[TE] * 3, [SHARDED, RESHARDED] * 3, [APEX] * 3, [TORCH, DTENSORS, STATE_DICTS] * 3]
 
 
 @pytest.mark.long
@@ -161,6 +199,32 @@ def test_some_failures_are_expected_of_one_class(sources: Path, optimizer: str, 
     assert found["failed"] == 2 and len(found["unexpected"]) == unexpected
 
 
+@pytest.mark.long
+def test_torchs_classes_are_replaced(sources: Path) -> None:
+    pytest.importorskip("expecttest", reason="torch's tests need it")
+    for suite, text in ((TORCH, TORCH_FILE), (DTENSORS, DTENSORS_FILE)):
+        (sources / suite.files[0]).parent.mkdir(parents=True, exist_ok=True)
+        (sources / suite.files[0]).write_text(text)
+    found = {each: peer_suites.outcomes(TORCH, each, sources, sources / "log") for each in OPTIMIZERS["torch"]}
+    assert {each: counts(own) for each, own in found.items()} == {
+        "own": {"passed": 2, "failed": 2},
+        "supported": {"passed": 4},
+        "theirs": {"passed": 4},
+    }
+    assert found["own"]["class"] == "fused_optim.adam.FusedAdam, fused_optim.adam.FusedAdamW"
+    assert found["own"]["reasons"] == {"differentiable is refused": 2} and not found["own"]["unexpected"]
+    for each, outcome in {"supported": "passed", "theirs": "failed"}.items():
+        assert counts(peer_suites.outcomes(DTENSORS, each, sources, sources / "log")) == {outcome: 1}
+
+
+def test_reasons_are_of_tests_and_messages() -> None:
+    message = "parameter 0: expected ..., got torch.float64; convert it to torch.float32"
+    assert peer_suites.reason_of("file.py::A::test_x", message, "supported") == "float64 parameters are refused"
+    assert peer_suites.reason_of("file.py::A::test_x", message, "theirs") is None
+    assert peer_suites.reason_of("file.py::test_fp16_master", "", "theirs") is not None
+    assert peer_suites.reason_of("file.py::test_fp16_master_2", "", "theirs") is None
+
+
 @pytest.mark.parametrize("broken", ["\ndef test_ends():\n    import os; os._exit(0)\n", "\nimport no_such_module\n"])
 def test_suites_that_do_not_end(sources: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     (sources / TE.files[0]).write_text(TE_FILE + broken)
@@ -179,10 +243,11 @@ def test_unexpected_failures_are_the_exit_status(sources: Path, monkeypatch: pyt
 
 
 def test_what_is_missing_is_named(sources: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (sources / FSDP2).unlink()
-    with pytest.raises(SystemExit):
-        peer_suites.main([str(sources), "--output", str(sources / "results.json")])
-    assert f"{sources / FSDP2} is missing" in capsys.readouterr().err
+    (sources / TE.files[0]).unlink()
+    for folder, file in ((sources, TE.files[0]), (sources / "site", TE.files[0])):  # the second has none of them
+        with pytest.raises(SystemExit):
+            peer_suites.main([str(folder), "--output", str(sources / "results.json")])
+        assert f"{folder / file} is missing" in capsys.readouterr().err
 
 
 def test_blobs_are_those_of_git(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fused_optim.optional import optional
 from fused_optim.sharding.collective import gather, on_all_ranks, this_rank
 from fused_optim.sharding.dtensor import has_own_chunks
+from fused_optim.wire.safetensors import open_file
 
 STEM = "model"
 SUFFIX = ".safetensors"
@@ -72,6 +73,7 @@ def write_model_files(folder: Path, entries: Mapping[str, Entry], doing: str) ->
     try:
         with on_all_ranks(doing):
             if name:
+                temporary.unlink(missing_ok=True)  # it might be a link, which is not followed
                 safetensors_writer(doing)(own, temporary)
             if this_rank() == 0:  # an older export is not to be taken for this one
                 (folder / INDEX).unlink(missing_ok=True)
@@ -93,13 +95,14 @@ def read_index(index: Path) -> dict[str, Path]:
     Raises ValueError for what is no index, FileNotFoundError for files that it names and that are not beside it.
     """
     try:
-        named = {str(key): str(name) for key, name in json.loads(index.read_bytes())["weight_map"].items()}
+        with open_file(index) as source:
+            named = {str(key): str(name) for key, name in json.load(source)["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} is no index of safetensors files: {error}") from error
     files = {key: index.parent / name for key, name in named.items()}
     for file in dict.fromkeys(files.values()):
         if file.parent != index.parent or not file.is_file():
-            raise FileNotFoundError(f"{file}: named by {index.name}, but not there")
+            raise FileNotFoundError(f"{str(file)!r}: named by {index.name}, but not there")
     return files
 
 
@@ -145,5 +148,7 @@ def write_index(folder: Path, stem: str, weight_map: Mapping[str, str], total: i
 def write_json(path: Path, value: Mapping[str, object]) -> None:
     """Write a file that appears when it is complete."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    temporary.unlink(missing_ok=True)  # it might be a link, which is not followed
+    with temporary.open("x") as file:
+        file.write(json.dumps(value, indent=2) + "\n")
     os.replace(temporary, path)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from fused_optim.wire.form import Changes, read_changes
+from fused_optim.wire.form import Changes, integer, read_changes
 
 # The step whose weights a model has, as far as apply_changes knows.
 _STEPS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -72,7 +72,7 @@ def fused_rows(model: nn.Module | Mapping[str, Tensor], fused: Mapping[str, Mapp
         if name.endswith(_TENSOR_SCALE):
             place, count = places[path[at]]
             if shapes[key] != (count,):
-                raise ValueError(f"{name}: {key} has shape {shapes[key]}, not a scale for each of {count} layers")
+                raise ValueError(f"{name!r}: {key!r} has shape {shapes[key]}, not a scale for each of {count} layers")
             return [Box(key, (0,) * len(shape), (place,), (1,))]
         return [_among_rows(name, shape, key, shapes[key], before, own, total)]
 
@@ -88,10 +88,10 @@ def _among_rows(
     rows = shape[dim], here[dim]
     are_all = rows == (own, total) or (name.endswith("_scale") and rows[0] * total == rows[1] * own)
     if others[0] != others[1] or not are_all:
-        text = f"{name} of shape {shape} is not {own} of the {total} rows of {key}, which has shape {here}"
+        text = f"{name!r} of shape {shape} is not {own} of the {total} rows of {key!r}, which has shape {here}"
         raise ValueError(f"{text}: fused_rows is for whole tensors; other places are Boxes")
     if before * rows[1] % total:
-        raise ValueError(f"{name}: {before} rows of {total} are no whole rows of {key}, which has {rows[1]}")
+        raise ValueError(f"{name!r}: {before} rows of {total} are no whole rows of {key!r}, which has {rows[1]}")
     offsets = [0] * len(shape)
     offsets[dim] = before * rows[1] // total
     return Box(key, (0,) * len(shape), tuple(offsets), shape)
@@ -116,17 +116,17 @@ def apply_changes(
         names: where tensors go that have another name, or lie in another, there; see :func:`fused_rows`.
 
     Raises ValueError for a file that is damaged, of another version or for another base, and for another shape or
-    dtype; KeyError for a tensor that is not there; TypeError for targets that are no plain tensors, have no values, or
-    have elements that share memory; RuntimeError for quantized weights into which plain values were written, and which
-    wait for ``finish_initialization``. Quantized weights of this package are taken as they are: an optimizer's masters
-    follow them, as after any other write.
+    dtype; KeyError for a tensor that is not there; TypeError for a base that is no integer, and for targets that are no
+    plain tensors, have no values, or have elements that share memory; RuntimeError for quantized weights into which
+    plain values were written, and which wait for ``finish_initialization``. Quantized weights of this package are taken
+    as they are: an optimizer's masters follow them, as after any other write.
     """
     read = read_changes(file)
     if base is None:
         base = _STEPS.get(model) if isinstance(model, nn.Module) else None
     if base is None:
         raise ValueError("which step's weights the model has is not known yet: say base=")
-    if base != read.base:
+    if integer("base", base) != read.base:
         raise ValueError(
             f"{os.fspath(file)} changes the weights of step {read.base}, and the model has those of {base}"
         )
@@ -162,7 +162,7 @@ def _planned(targets: Mapping[str, Tensor], name: str, changes: Changes, names: 
         return [_into_box(targets, name, changes, box) for box in boxes]
     key = next(iter(_known_as(name, targets)), None)
     if key is None:
-        raise KeyError(f"{name} is in the file, and not in the model")
+        raise KeyError(f"{name!r} is in the file, and not in the model")
     target = _checked(targets[key], key, changes.values.dtype)
     if name.endswith(_TENSOR_SCALE) and changes.values.numel() == 1:  # of a whole weight, once or for each row
         return [_Write(key, target, (), _integers(changes.values).view(()))]
@@ -170,7 +170,7 @@ def _planned(targets: Mapping[str, Tensor], name: str, changes: Changes, names: 
     # Of a weight with more dims than the matrix that was quantized, or the other way round.
     if shapes[0] == shapes[1] or _is_merged(*shapes) or _is_merged(*reversed(shapes)):
         return [_at(key, target, changes.indices, _integers(changes.values))]
-    raise ValueError(f"{key}: expected shape {changes.shape}, as {name} was published, got {tuple(target.shape)}")
+    raise ValueError(f"{key!r}: expected shape {changes.shape}, as {name!r} was published, got {tuple(target.shape)}")
 
 
 def _is_merged(fine: tuple[int, ...], coarse: tuple[int, ...]) -> bool:
@@ -194,12 +194,12 @@ def _at(key: str, target: Tensor, indices: Tensor, values: Tensor) -> _Write:
 
 def _into_box(targets: Mapping[str, Tensor], name: str, changes: Changes, box: Box) -> _Write:
     if box.name not in targets:
-        raise KeyError(f"{name} goes to {box.name}, which is not in the model")
+        raise KeyError(f"{name!r} goes to {box.name!r}, which is not in the model")
     target = _checked(targets[box.name], box.name, changes.values.dtype)
     fits = len(box.source) == len(changes.shape) == target.dim()
     fits = fits and all(s + n <= size for s, n, size in zip(box.source, box.sizes, changes.shape, strict=True))
     if not fits or any(o + n > size for o, n, size in zip(box.offsets, box.sizes, target.shape, strict=True)):
-        raise ValueError(f"{name} of shape {changes.shape} does not fit {box} of shape {tuple(target.shape)}")
+        raise ValueError(f"{name!r} of shape {changes.shape} does not fit {box} of shape {tuple(target.shape)}")
     at = torch.unravel_index(changes.indices, changes.shape)
     inside = torch.ones_like(changes.indices, dtype=torch.bool)
     for index, first, size in zip(at, box.source, box.sizes, strict=True):
@@ -256,15 +256,15 @@ def _known_as(name: str, targets: Mapping[str, Any]) -> list[str]:
 def _checked(target: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     """The target as integers of its size."""
     if type(target) not in (Tensor, nn.Parameter) or target.layout != torch.strided:
-        raise TypeError(f"{name}: expected a plain tensor, got {type(target).__name__} ({target.layout})")
+        raise TypeError(f"{name!r}: expected a plain tensor, got {type(target).__name__} ({target.layout})")
     if target.is_meta or any(
         size > 1 and not stride for size, stride in zip(target.shape, target.stride(), strict=True)
     ):
         what = "on the meta device" if target.is_meta else f"with strides {target.stride()}"
-        raise TypeError(f"{name}: expected a tensor with memory for each element, got one {what}")
+        raise TypeError(f"{name!r}: expected a tensor with memory for each element, got one {what}")
     bytes_alike = target.element_size() == dtype.itemsize == 1 and torch.uint8 in (target.dtype, dtype)
     if target.dtype != dtype and not bytes_alike:
-        raise ValueError(f"{name}: expected {dtype}, as it was published, got {target.dtype}")
+        raise ValueError(f"{name!r}: expected {dtype}, as it was published, got {target.dtype}")
     return _integers(target)
 
 

@@ -19,21 +19,23 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from fused_optim.wire import safetensors
-from fused_optim.wire.safetensors import DamagedFile
+from fused_optim.wire.safetensors import DamagedFile, sizes_of
 
 FORMAT, VERSION = "fused_optim.changes", 1
 _ALL = "all"
 _GAPS = {"gaps8": (torch.uint8, 255), "gaps16": (torch.int16, 65535)}
+_DTYPES = {"runs": torch.int32, "bits": torch.uint8, **{name: dtype for name, (dtype, _) in _GAPS.items()}}
 
 
 class Changes(NamedTuple):
@@ -125,22 +127,32 @@ def encode_indices(indices: Tensor, numel: int) -> tuple[str, Tensor | None]:
     return chosen, _in_digits(gaps, *_GAPS[chosen])
 
 
-def decode_indices(encoding: str, encoded: Tensor | None, numel: int) -> Tensor:
-    """The inverse of :func:`encode_indices`. Raises ValueError for what that never gives."""
+def decode_indices(encoding: str, encoded: Tensor | None, numel: int, count: int) -> Tensor:
+    """The inverse of :func:`encode_indices`: ``count`` indices.
+
+    Raises ValueError for what that never gives, before it takes memory for another number of indices.
+    """
     if encoding == _ALL:
+        _check_count(numel, count)
         return torch.arange(numel)
-    if encoded is None or encoding not in (*_GAPS, "bits", "runs"):
-        raise ValueError(f"unknown encoding {encoding!r}")
+    if encoded is None or encoding not in _DTYPES:
+        raise ValueError(f"unknown encoding {encoding!r}, or one without its tensor")
+    if encoded.dtype != _DTYPES[encoding] or encoded.dim() != (2 if encoding == "runs" else 1):
+        raise ValueError(f"{encoding} of {encoded.dtype} and shape {tuple(encoded.shape)}")
     if encoding == "bits":
-        each = torch.arange(8, dtype=torch.uint8)
-        indices = (encoded.view(-1, 1) >> each & 1).view(-1).nonzero().view(-1)
+        if encoded.numel() != -(-numel // 8):
+            raise ValueError(f"{encoded.numel()} bytes of bits for {numel} elements")
+        flags = (encoded.view(-1, 1) >> torch.arange(8, dtype=torch.uint8) & 1).view(-1)
+        _check_count(int(flags.sum()), count)
+        indices = flags.nonzero().view(-1)
     elif encoding == "runs":
         gaps, lengths = encoded.long().unbind(0)
         if encoded.numel() and (int(gaps.min()) < 0 or int(lengths.min()) < 1):
             raise ValueError("a run without elements")
+        _check_count(int(lengths.sum()), count)
         ends = (gaps + lengths).cumsum(0)
         before = lengths.cumsum(0) - lengths
-        indices = (ends - lengths - before).repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
+        indices = (ends - lengths - before).repeat_interleave(lengths) + torch.arange(count)
     else:
         base = _GAPS[encoding][1]
         digits = encoded.long() & (0xFF if encoding == "gaps8" else 0xFFFF)
@@ -148,10 +160,16 @@ def decode_indices(encoding: str, encoded: Tensor | None, numel: int) -> Tensor:
         if digits.numel() and not bool(last[-1]):
             raise ValueError("it ends within a gap")
         indices = digits.cumsum(0)[last]
-        indices += torch.arange(indices.numel())
-    if indices.numel() and int(indices[-1]) >= numel:
+        _check_count(indices.numel(), count)
+        indices += torch.arange(count)
+    if count and int(indices[-1]) >= numel:
         raise ValueError(f"element {int(indices[-1])} of {numel}")
     return indices
+
+
+def _check_count(indices: int, values: int) -> None:
+    if indices != values:
+        raise ValueError(f"{indices} indices and {values} values")
 
 
 def _as_bits(indices: Tensor, numel: int) -> Tensor:
@@ -176,16 +194,19 @@ def write_changes(changes: Mapping[str, Changes], file: str | os.PathLike[str], 
     """Write changes by tensor name to a file, which appears when it is complete. Returns its bytes.
 
     Args:
-        base: the step, or any number that names a publication, whose weights the changes are to be applied to.
+        base: the step, or any integer that names a publication, whose weights the changes are to be applied to.
         step: the one whose weights they give.
+
+    Raises TypeError for a base or step that is no integer, and ValueError for names and indices that cannot be written.
     """
+    numbers = {"base": str(integer("base", base)), "step": str(integer("step", step))}
     tensors: dict[str, Tensor] = {}
     described: dict[str, dict[str, object]] = {}
     for name, (indices, values, shape) in changes.items():
         if "::" in name:
             raise ValueError(f"{name!r}: names of tensors have no '::'")
         if indices.numel() != values.numel():
-            raise ValueError(f"{name}: {indices.numel()} indices and {values.numel()} values")
+            raise ValueError(f"{name!r}: {indices.numel()} indices and {values.numel()} values")
         if not indices.numel():
             continue
         _check_indices(name, indices, math.prod(shape))
@@ -196,7 +217,7 @@ def write_changes(changes: Mapping[str, Changes], file: str | os.PathLike[str], 
         described[name] = {"shape": list(shape), "encoding": encoding}
     # Each tensor begins at a multiple of its elements' size.
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-    metadata = {"format": FORMAT, "version": str(VERSION), "base": str(base), "step": str(step)}
+    metadata = {"format": FORMAT, "version": str(VERSION), **numbers}
     metadata["tensors"] = json.dumps(described)
     metadata["checksum"] = _checksum(metadata, tensors)
     safetensors.write(file, tensors, metadata)
@@ -212,32 +233,41 @@ def read_changes(file: str | os.PathLike[str]) -> ChangesFile:
     tensors, metadata = safetensors.read(file)
     where = os.fspath(file)
     if metadata.get("format") != FORMAT:
-        raise ValueError(f"{where} has no changes of weights: expected format {FORMAT!r}, got {metadata.get('format')}")
+        found = metadata.get("format")
+        raise ValueError(f"{where} has no changes of weights: expected format {FORMAT!r}, got {found!r}")
     if metadata.get("version") != str(VERSION):
-        raise ValueError(f"{where} has version {metadata.get('version')} of the form, and {VERSION} is known: update")
+        raise ValueError(f"{where} has version {metadata.get('version')!r} of the form, and {VERSION} is known: update")
     checksum = metadata.pop("checksum", "")
     if _checksum(metadata, tensors) != checksum:
         raise DamagedFile(f"{where}: its checksum is another: it was not written whole, or changed since")
-    described: dict[str, dict[str, object]] = json.loads(metadata["tensors"])
-    changes = {name: _changes(tensors, name, entry, where) for name, entry in described.items()}
-    return ChangesFile(int(metadata["base"]), int(metadata["step"]), changes)
-
-
-def _changes(tensors: Mapping[str, Tensor], name: str, entry: Mapping[str, object], where: str) -> Changes:
-    encoding, sizes = str(entry["encoding"]), entry["shape"]
-    assert isinstance(sizes, list)
+    what = "its metadata"
     try:
-        indices = decode_indices(encoding, tensors.get(f"{name}::{encoding}"), math.prod(sizes))
-        if indices.numel() != tensors[name].numel():
-            raise ValueError(f"{indices.numel()} indices and {tensors[name].numel()} values")
-    except (ValueError, KeyError, RuntimeError) as error:
-        raise DamagedFile(f"{where}: {name}: {error}") from error
-    return Changes(indices, tensors[name], tuple(sizes))
+        base, step = (integer(key, json.loads(metadata[key])) for key in ("base", "step"))
+        changes: dict[str, Changes] = {}
+        for name, entry in json.loads(metadata["tensors"]).items():
+            what = repr(name)
+            changes[name] = _changes(tensors, name, entry)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
+        raise DamagedFile(f"{where}: {what}: {type(error).__name__}: {error}") from error
+    return ChangesFile(base, step, changes)
+
+
+def _changes(tensors: Mapping[str, Tensor], name: str, entry: Mapping[str, object]) -> Changes:
+    encoding, shape, values = str(entry["encoding"]), sizes_of(entry["shape"]), tensors[name].view(-1)
+    indices = decode_indices(encoding, tensors.get(f"{name}::{encoding}"), math.prod(shape), values.numel())
+    return Changes(indices, values, shape)
+
+
+def integer(name: str, value: object) -> int:
+    """Raises TypeError for a number that only looks like one: 1.0, True."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"{name}: expected an integer, got {value!r}")
+    return operator.index(value)
 
 
 def _check_indices(name: str, indices: Tensor, numel: int) -> None:
     if int(indices[0]) < 0 or int(indices[-1]) >= numel or bool((torch.diff(indices) <= 0).any()):
-        raise ValueError(f"{name}: expected ascending and distinct indices of {numel} elements")
+        raise ValueError(f"{name!r}: expected ascending and distinct indices of {numel} elements")
 
 
 def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
+import stat
 from collections.abc import Mapping
-from typing import Any
+from contextlib import suppress
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -30,6 +33,7 @@ DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LONGEST_HEADER = 100_000_000  # bytes, as in safetensors itself
+_MOST_DIMS = 64  # that torch computes with
 
 
 class DamagedFile(ValueError):
@@ -40,6 +44,15 @@ def raw(tensor: Tensor) -> bytes:
     """The bytes of a tensor. Not by way of numpy, which torch does not bring."""
     flat = tensor.detach().cpu().contiguous()
     return ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()) if flat.numel() else b""
+
+
+def open_file(file: str | os.PathLike[str]) -> BinaryIO:
+    """A file for reading. Raises :class:`DamagedFile` for a pipe, whose writer may never come, or a device."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DamagedFile(f"{os.fspath(file)}: expected a file, found something else")
+    return os.fdopen(descriptor, "rb")
 
 
 def write(file: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -53,7 +66,9 @@ def write(file: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     temporary = f"{os.fspath(file)}.tmp"
-    with open(temporary, "wb") as target:
+    with suppress(FileNotFoundError):
+        os.unlink(temporary)  # it might be a link, which is not followed
+    with open(temporary, "xb") as target:
         target.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
             target.write(raw(tensor))
@@ -63,31 +78,56 @@ def write(file: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata:
 
 
 def read(file: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors in host memory, and metadata. Raises :class:`DamagedFile`."""
-    with open(file, "rb") as source:
-        content = bytearray(source.read())
-    try:
-        length = int.from_bytes(content[:8], "little")
-        if len(content) < 8 or not 2 <= length <= min(_LONGEST_HEADER, len(content) - 8):
-            raise ValueError("its header is not complete")
-        header = json.loads(content[8 : 8 + length])
-        metadata = header.pop("__metadata__", {})
-        data = memoryview(content)[8 + length :]
-        tensors = {name: _tensor(data, entry) for name, entry in header.items()}
-        if max((entry["data_offsets"][1] for entry in header.values()), default=0) != len(data):
-            raise ValueError("it has more, or fewer, bytes than its header says")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
-        raise DamagedFile(f"{os.fspath(file)} is no whole safetensors file: {error}") from error
-    return tensors, {str(key): str(value) for key, value in metadata.items()}
+    """Tensors in host memory, and metadata. Raises :class:`DamagedFile`, before it takes memory for the tensors."""
+    with open_file(file) as source:
+        try:
+            size = os.fstat(source.fileno()).st_size
+            length = int.from_bytes(source.read(8), "little")
+            if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
+                raise ValueError("its header is not complete")
+            header = json.loads(source.read(length))
+            metadata = {str(key): str(value) for key, value in header.pop("__metadata__", {}).items()}
+            places = _places(header, size - 8 - length)
+            data = bytearray(size - 8 - length)
+            if source.readinto(data) != len(data):  # type: ignore[attr-defined]
+                raise ValueError("it was cut off while it was read")
+            return {name: _tensor(memoryview(data), *place) for name, place in places.items()}, metadata
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
+            raise DamagedFile(f"{os.fspath(file)} is no whole safetensors file: {error}") from error
 
 
-def _tensor(data: memoryview, entry: Mapping[str, Any]) -> Tensor:
-    dtype, (first, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
-    if not 0 <= first <= end <= len(data):
-        raise ValueError("a tensor lies beyond its end")
+def sizes_of(values: Any) -> tuple[int, ...]:
+    """A shape, or offsets, of JSON. Raises ValueError for anything but a list of integers from 0 on."""
+    if type(values) is not list or len(values) > _MOST_DIMS:
+        raise ValueError(f"expected a list of at most {_MOST_DIMS} sizes")
+    if not all(type(each) is int and 0 <= each < 1 << 63 for each in values):
+        raise ValueError("expected sizes that are integers from 0 to 2**63 - 1")
+    return tuple(values)
+
+
+_Place = tuple[torch.dtype, tuple[int, ...], int, int]  # dtype, shape, first byte and end
+
+
+def _places(header: Mapping[str, Any], size: int) -> dict[str, _Place]:
+    """Where tensors are: one after the other, and together all of the data."""
+    found: dict[str, _Place] = {}
+    for name, entry in header.items():
+        first, end = sizes_of(entry["data_offsets"])
+        found[name] = DTYPES[entry["dtype"]], sizes_of(entry["shape"]), first, end
+    at = 0
+    for name, (dtype, shape, first, end) in sorted(found.items(), key=lambda item: item[1][2:]):
+        if first != at or end - first != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name!r} of shape {shape} in {dtype} is not all of the bytes from {at} to {end}")
+        at = end
+    if at != size:
+        raise ValueError("it has more, or fewer, bytes than its header says")
+    return found
+
+
+def _tensor(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...], first: int, end: int) -> Tensor:
     if first == end:
-        return torch.empty(entry["shape"], dtype=dtype)
+        return torch.empty(shape, dtype=dtype)
     found = torch.frombuffer(data[first:end], dtype=torch.uint8)
     if first % dtype.itemsize:
         found = found.clone()
-    return found.view(dtype).view(entry["shape"])
+    return found.view(dtype).view(shape)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,8 +28,9 @@ from fused_optim.quantized import (
     NVFP4BlockScaling,
     quantize_model_,
 )
-from fused_optim.wire import Box, Changes, apply_changes, fused_rows, read_changes, write_changes
+from fused_optim.wire import Box, Changes, apply_changes, fused_rows, read_changes, safetensors, write_changes
 from fused_optim.wire.form import PackedChanges, decode_indices, encode_indices
+from fused_optim.wire.safetensors import DamagedFile
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn]
 
@@ -90,7 +93,7 @@ def test_indices_come_back_in_the_fewest_bytes(case: tuple[Tensor, int]) -> None
     if not indices.numel():
         return
     encoding, encoded = encode_indices(indices, numel)
-    assert torch.equal(decode_indices(encoding, encoded, numel), indices)
+    assert torch.equal(decode_indices(encoding, encoded, numel, indices.numel()), indices)
     if encoded is not None:
         assert encoded.numel() * encoded.element_size() <= min(-(-numel // 8), 8 * indices.numel())
 
@@ -192,12 +195,12 @@ def test_wrong_bases_versions_names_shapes_and_dtypes_change_nothing(tmp_path: P
     state = {name: param.data.clone() for name, param in replica.named_parameters()}
     with pytest.raises(ValueError, match="expected shape"):
         apply_changes({**state, "odd": torch.zeros(2, 2, dtype=torch.bfloat16)}, file, base=0)
-    with pytest.raises(ValueError, match="odd: expected"):
+    with pytest.raises(ValueError, match="'odd': expected"):
         apply_changes({**state, "odd": state["odd"].half()}, file, base=0)
     assert all(torch.equal(bits(value), before[name]) for name, value in state.items())
     content = file.read_bytes()
     for old, new, error in [
-        (b'"version": "1"', b'"version": "2"', "version 2"),
+        (b'"version": "1"', b'"version": "2"', "version '2'"),
         (b"fused_optim.changes", b"fused_optim.another", "no changes"),
     ]:
         file.write_bytes(content.replace(old, new))
@@ -217,18 +220,157 @@ def test_names_and_indices_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="2 indices and 1 values"):
         write_changes({"a": Changes(torch.tensor([0, 1]), one, (3,))}, tmp_path / "file", base=0, step=1)
     for indices in ([1, 0], [2, 2], [-1, 2], [2, 3]):
-        with pytest.raises(ValueError, match="a: expected ascending and distinct indices of 3 elements"):
+        with pytest.raises(ValueError, match="'a': expected ascending and distinct indices of 3 elements"):
             write_changes(
                 {"a": Changes(torch.tensor(indices), torch.zeros(2), (3,))}, tmp_path / "file", base=0, step=1
             )
-    for encoding, encoded in [
-        ("gaps8", torch.tensor([255], dtype=torch.uint8)),
-        ("gaps8", torch.tensor([9], dtype=torch.uint8)),
-        ("runs", torch.tensor([[-1], [1]], dtype=torch.int32)),
-        ("zigzag", torch.tensor([1])),
-    ]:
-        with pytest.raises(ValueError):
-            decode_indices(encoding, encoded, 5)
+
+
+INT32, MANY = torch.int32, 2**40  # elements that no test could take memory for
+
+
+@pytest.mark.parametrize(
+    ("encoding", "encoded", "numel", "error"),
+    [
+        ("gaps8", torch.tensor([255], dtype=torch.uint8), 5, "within a gap"),
+        ("gaps8", torch.tensor([9], dtype=torch.uint8), 5, "element 9 of 5"),
+        ("gaps8", torch.tensor([0, 0], dtype=torch.uint8), 5, "2 indices and 1 values"),
+        ("gaps16", torch.tensor([0.0]), 5, "gaps16 of torch.float32"),
+        ("runs", torch.tensor([[-1], [1]], dtype=INT32), 5, "without elements"),
+        ("runs", torch.tensor([[0], [2**31 - 1]], dtype=INT32), MANY, "2147483647 indices and 1 values"),
+        ("runs", torch.tensor([0, 1], dtype=INT32), 5, r"runs of torch.int32 and shape \(2,\)"),
+        ("bits", torch.tensor([255], dtype=torch.uint8), 8, "8 indices and 1 values"),
+        ("bits", torch.tensor([1], dtype=torch.uint8), MANY, "1 bytes of bits for 1099511627776"),
+        ("bits", torch.tensor([16], dtype=torch.uint8), 3, "element 4 of 3"),
+        ("all", None, MANY, "1099511627776 indices and 1 values"),
+        ("runs", None, 5, "unknown encoding"),
+        ("zigzag", torch.tensor([1]), 5, "unknown encoding 'zigzag'"),
+    ],
+)
+def test_indices_that_are_refused(encoding: str, encoded: Tensor | None, numel: int, error: str) -> None:
+    """Before memory is taken for as many as they say they are."""
+    with pytest.raises(ValueError, match=error):
+        decode_indices(encoding, encoded, numel, 1)
+
+
+def _safetensors(file: Path, header: Any, data: bytes) -> Path:
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return file
+
+
+def _entry(shape: Any, first: Any, end: Any, dtype: str = "U8") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [first, end]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        [],
+        {"__metadata__": []},
+        {"a": 1},
+        {"a": {"shape": [4], "data_offsets": [0, 4]}},
+        {"a": _entry([4], 0, 4, "U9")},
+        {"a": _entry([4.0], 0, 4)},
+        {"a": _entry([4, True], 0, 4)},
+        {"a": _entry([-2, -2], 0, 4)},
+        {"a": _entry("4", 0, 4)},
+        {"a": _entry([4], False, 4)},
+        {"a": _entry([4], 0.0, 4)},
+        {"a": _entry([3], 0, 4)},
+        {"a": _entry([4], 0, 8)},
+        {"a": _entry([2**62, 4], 0, 4)},
+        {"a": _entry([1] * 65 + [4], 0, 4)},
+        {"a": _entry([4], 0, 4), "b": _entry([MANY], 4, 4)},
+        {"a": _entry([2], 0, 2)},
+        {"a": _entry([2], 2, 4)},
+        {"a": _entry([1], 0, 1), "b": _entry([2], 2, 4)},
+        {"a": _entry([3], 0, 3), "b": _entry([3], 1, 4)},
+        {"a": _entry([4], 0, 4), "b": _entry([4], 0, 4)},
+    ],
+)
+def test_headers_that_are_refused(header: Any, tmp_path: Path) -> None:
+    file = _safetensors(tmp_path / "file", header, bytes(4))
+    with pytest.raises(DamagedFile, match="no whole safetensors file"):
+        read_changes(file)
+
+
+def test_headers_of_others_are_read(tmp_path: Path) -> None:
+    entries = {"b": _entry([2, 1], 2, 4), "a": _entry([], 0, 2, "F16"), "empty": _entry([0, 3], 2, 2)}
+    tensors, metadata = safetensors.read(_safetensors(tmp_path / "file", entries, b"\0\x3c\1\2"))
+    assert metadata == {} and {name: tensor.tolist() for name, tensor in tensors.items()} == {
+        **{"a": 1.0, "b": [[1], [2]], "empty": []}
+    }
+
+
+WHOLE = {"a": {"shape": [2], "encoding": "all"}}
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        *(({key: None}, f"KeyError: '{key}'") for key in ("base", "step", "tensors")),
+        *(({key: "1.5"}, f"TypeError: {key}: expected an integer, got 1.5") for key in ("base", "step")),
+        ({"base": "true"}, "base: expected an integer, got True"),
+        ({"base": "one"}, "its metadata"),
+        ({"tensors": "[]"}, "its metadata"),
+        ({"tensors": "{"}, "its metadata"),
+        ({"tensors": json.dumps({"b": WHOLE["a"]})}, "'b'"),
+        ({"tensors": json.dumps({"\x1b[2Ja\n": WHOLE["a"]})}, r"'\\x1b\[2Ja\\n'"),
+        ({"tensors": json.dumps({"a": []})}, "'a'"),
+        *(({"tensors": json.dumps({"a": {**WHOLE["a"], "shape": shape}})}, "'a'") for shape in ([2.0], [2, True], 2)),
+        ({"tensors": json.dumps({"a": {**WHOLE["a"], "shape": [MANY]}})}, "1099511627776 indices and 2 values"),
+        ({"tensors": json.dumps({"a": {"shape": [2]}})}, "'a'.*'encoding'"),
+        ({"tensors": json.dumps({"a": {"encoding": "all"}})}, "'a'.*'shape'"),
+    ],
+)
+def test_metadata_that_are_refused(change: dict[str, str | None], error: str, tmp_path: Path) -> None:
+    """Although the checksum is right."""
+    metadata = {"format": "fused_optim.changes", "version": "1", "base": "0", "step": "1", "tensors": json.dumps(WHOLE)}
+    metadata = {key: value for key, value in {**metadata, **change}.items() if value is not None}
+    digest = hashlib.sha256(json.dumps(dict(sorted(metadata.items()))).encode())
+    digest.update(json.dumps(["a", "torch.uint8", [2]]).encode() + b"\1\2")
+    header = {"__metadata__": {**metadata, "checksum": digest.hexdigest()}, "a": _entry([2], 0, 2)}
+    file = _safetensors(tmp_path / "file", header, b"\1\2")
+    with pytest.raises(DamagedFile, match=error):
+        read_changes(file)
+
+
+@pytest.mark.parametrize("base", [1.0, "0", True, torch.tensor(0.5)])
+def test_bases_are_integers(base: Any, tmp_path: Path) -> None:
+    changes = {"a": Changes(torch.tensor([0]), torch.ones(1), (1,))}
+    for numbers in ({"base": base, "step": 1}, {"base": 0, "step": base}):
+        with pytest.raises(TypeError):
+            write_changes(changes, tmp_path / "file", **numbers)
+    assert not list(tmp_path.iterdir())
+    for number in (0, 1):
+        write_changes(changes, tmp_path / "file", base=number, step=torch.tensor(2))
+        with pytest.raises(TypeError):
+            apply_changes({"a": torch.zeros(1)}, tmp_path / "file", base=base)
+        assert apply_changes({"a": torch.zeros(1)}, tmp_path / "file", base=torch.tensor(number)) == 2
+
+
+def test_names_in_errors_are_escaped(tmp_path: Path) -> None:
+    name = "\x1b[2J\nweight"
+    write_changes({name: Changes(torch.tensor([0]), torch.ones(1), (1,))}, tmp_path / "file", base=0, step=1)
+    places: list[Callable[[str, tuple[int, ...]], Any] | None] = [None, lambda *_: [Box(name, (0,), (0,), (1,))]]
+    for names in places:
+        for target in ({}, {name: torch.zeros(2, 2)}, {name: torch.zeros(1).half()}, {name: torch.zeros(1).to("meta")}):
+            with pytest.raises((KeyError, ValueError, TypeError), match="weight") as error:
+                apply_changes(target, tmp_path / "file", base=0, names=names)
+            assert "\x1b" not in str(error.value) and "\n" not in str(error.value)
+
+
+def test_pipes_and_links(tmp_path: Path) -> None:
+    """A pipe's writer is not waited for; what is written goes into no other file."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DamagedFile, match="expected a file, found something else"):
+        read_changes(tmp_path / "pipe")
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "file.tmp").symlink_to(tmp_path / "precious")
+    write_changes({}, tmp_path / "file", base=0, step=1)
+    assert (tmp_path / "precious").read_text() == "mine" and not (tmp_path / "file").is_symlink()
+    assert read_changes(tmp_path / "file").step == 1
 
 
 @pytest.mark.parametrize(

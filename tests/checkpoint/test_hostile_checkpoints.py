@@ -29,14 +29,20 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import cases
-from fused_optim import load_optimizer_checkpoint, verify_checksums, write_checksums
+from fused_optim import (
+    FusedAdam,
+    export_optimizer_checkpoint,
+    load_optimizer_checkpoint,
+    verify_checksums,
+    write_checksums,
+)
 from fused_optim.checkpoint.reading.opening import open_checked
 from fused_optim.checkpoint.storage import manifest
 from fused_optim.checkpoint.storage.folders import folder_at
 from fused_optim.checkpoint.storage.metadata import read_metadata
 from fused_optim.checkpoint.storage.pickles import read_pickle, stand_in
-from fused_optim.quantized import load_quantized_safetensors
-from fused_optim.sharding.model_files import INDEX
+from fused_optim.quantized import load_quantized_safetensors, save_quantized_safetensors
+from fused_optim.sharding.model_files import INDEX, SINGLE, numbered_files
 from native_cases import build, trained
 
 REM16 = cases.MASTER["bfloat16+rem16"]
@@ -387,6 +393,55 @@ def test_indexes_name_files_beside_them(name: str, tmp_path: Path) -> None:
         load_quantized_safetensors(torch.nn.Linear(2, 2), index.parent)
     with pytest.raises(FileNotFoundError, match="named by"):
         open_checked(index.parent)
+
+
+def test_pipes_in_place_of_safetensors_files_are_not_waited_for(tmp_path: Path) -> None:
+    for number, name in enumerate((INDEX, SINGLE, "other.safetensors")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        os.mkfifo(folder / name)
+        readers = [open_checked] if name == "other.safetensors" else [open_checked, load_into]
+        for read in readers:
+            with pytest.raises(ValueError, match="expected a file, found something else"):
+                read(folder)
+        with pytest.raises((ValueError, FileNotFoundError)):
+            open_checked(folder / name)
+
+
+def load_into(folder: Path) -> None:
+    load_quantized_safetensors(torch.nn.Linear(2, 2), folder)
+
+
+def test_writing_safetensors_follows_no_link(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    name = numbered_files("model", 1)[0]
+    for planted in (f".{name}.tmp", f".{INDEX}.tmp", ".exported.pt.tmp"):
+        (tmp_path / planted).symlink_to(precious)
+    model = torch.nn.Linear(2, 2)
+    save_quantized_safetensors(model, tmp_path)
+    export_optimizer_checkpoint(model, FusedAdam(model.parameters()), tmp_path / "exported.pt")
+    assert precious.read_text() == "mine"
+    assert not any((tmp_path / written).is_symlink() for written in (name, INDEX, "exported.pt"))
+
+
+@pytest.mark.parametrize(("second", "whole"), [(4, True), (2, False), (3, False)])
+def test_parts_that_overlap_leave_elements_out(second: int, whole: bool, tmp_path: Path) -> None:
+    """However their sizes add up."""
+    dcp.save({"a": torch.arange(4), "b": torch.arange(4, 8)}, checkpoint_id=tmp_path)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    described, stored = metadata.state_dict_metadata, metadata.storage_data
+    (chunk,) = described.pop("b").chunks
+    chunk.offsets = torch.Size([second])
+    described["a"].size = torch.Size([8])
+    described["a"].chunks.append(chunk)
+    stored[MetadataIndex("a", chunk.offsets)] = stored.pop(next(index for index in stored if index.fqn == "b"))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    if whole:
+        assert torch.equal(open_checked(tmp_path).value("a"), torch.arange(8))
+    else:
+        with pytest.raises(ValueError, match=r"a in .*: its parts do not hold each of its 8 elements once"):
+            open_checked(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", pickle.dumps({}), pickle.dumps(Metadata({}))])

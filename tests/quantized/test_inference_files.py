@@ -469,8 +469,8 @@ def test_files_of_others_are_read(kind: str, recipe: str, tmp_path: Path) -> Non
     (lambda f: f.update(weight_scale_inv=torch.ones(3, 2)), ValueError, r"\(3, 2\) fit no blocks .* \(256, 160\)"),
     (lambda f: f.update(weight_scale_inv=torch.ones(256)), ValueError, r"^weight: scales of shape \(256,\) fit no"),
     (lambda f: f.update(weight=torch.zeros(256, 161)), ValueError, r"expected shape \(256, 160\), .* \(256, 161\)"),
-    (lambda f: f.update(other=torch.ones(1)), KeyError, r"the model has no other \(0 and 1 names\); strict=False"),
-    (lambda f: f.clear() or f.update(other=torch.ones(1)), KeyError, "files lack weight and the model has no other"),
+    (lambda f: f.update(other=torch.ones(1)), KeyError, r"the model has no 'other' \(0 and 1 names\); strict=False"),
+    (lambda f: f.clear() or f.update(other=torch.ones(1)), KeyError, "files lack weight and the model has no 'other'"),
 ])  # fmt: skip
 def test_files_that_do_not_fit_are_refused(change: Any, error: type[Exception], text: str, tmp_path: Path) -> None:
     stored, _ = foreign("tiles")

@@ -374,7 +374,10 @@ SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
         r"expected torch.int16 \(7, 256\), found torch.int8 \(7, 256\)",
     ),
     "not a list": (lie(lambda entry: setattr(entry, "chunks", 3)), "expected a list, found int"),
-    "elements missing": (lie(lambda entry: setattr(entry, "size", torch.Size([8, 256]))), "1792 of its 2048 elements"),
+    "elements missing": (
+        lie(lambda entry: setattr(entry, "size", torch.Size([8, 256]))),
+        "each of its 2048 elements once",
+    ),
     "unknown format": (lambda path: replace_stored(path, f"{WEIGHT}.format", 77), "unknown state format 77: update"),
     "another block": (
         lambda path: replace_stored(path, f"{WEIGHT}.block", 96),

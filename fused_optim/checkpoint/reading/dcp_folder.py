@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -64,10 +65,11 @@ class DcpFolder(Source):
             info = self.entries[key]
             if info is None:
                 continue
-            size = math.prod(info.shape)
-            saved = sum(math.prod(self._sizes[key, at]) for at in self._chunks.get(key, {}))
-            if saved < size:
-                raise ValueError(f"{key} in {self.path}: only {saved} of its {size} elements were saved")
+            parts = Counter(tuple(zip(at, self._sizes[key, at], strict=True)) for at in self._chunks.get(key, {}))
+            parts[tuple((0, size) for size in info.shape)] -= 1
+            if not _cancel(parts):
+                size = math.prod(info.shape)
+                raise ValueError(f"{key} in {self.path}: its parts do not hold each of its {size} elements once")
 
     def value(self, key: str) -> Any:
         chunks, info = self._chunks.get(key, {}), self.entries[key]
@@ -129,3 +131,18 @@ class DcpFolder(Source):
         values = dict(wanted)
         self.load(values)
         return values
+
+
+_Box = tuple[tuple[int, int], ...]  # of each dim its first index and how many follow
+
+
+def _cancel(boxes: Mapping[_Box, int]) -> bool:
+    """Whether boxes, each counted so many times, add up to 0 in each element. Their sizes may do so alone."""
+    counts = {box: count for box, count in boxes.items() if count and all(size for _, size in box)}
+    if () in counts or not counts:
+        return not counts
+    changes: defaultdict[int, Counter[_Box]] = defaultdict(Counter)  # from row to row
+    for ((first, size), *others), count in counts.items():
+        changes[first][tuple(others)] += count
+        changes[first + size][tuple(others)] -= count
+    return all(map(_cancel, changes.values()))

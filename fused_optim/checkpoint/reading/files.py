@@ -15,7 +15,7 @@ from fused_optim.checkpoint.reading.source import Source, TensorInfo
 from fused_optim.checkpoint.storage.untrusted import load_json, load_object
 from fused_optim.optional import optional
 from fused_optim.sharding.model_files import INDEX_SUFFIX, SUFFIX, read_index
-from fused_optim.wire.safetensors import DTYPES
+from fused_optim.wire.safetensors import DTYPES, open_file
 
 OBJECTS = "fused_optim_objects"  # in the header of safetensors files: what is no tensor, as JSON
 
@@ -79,6 +79,7 @@ class SafetensorsFiles(Source):
         self.entries = {}
         for file in files:
             try:
+                open_file(file).close()  # safetensors would wait for a pipe's writer
                 opened: Any = safetensors.safe_open(file, framework="pt")
                 self._objects |= load_json((opened.metadata() or {}).get(OBJECTS, "{}").encode(), str(file))
             except (safetensors.SafetensorError, ValueError) as error:
@@ -88,7 +89,7 @@ class SafetensorsFiles(Source):
                 part = opened.get_slice(key)
                 self._files[key] = opened
                 if part.get_dtype() not in _DTYPES:
-                    raise ValueError(f"{key} in {file}: elements of {part.get_dtype()} are not supported")
+                    raise ValueError(f"{key!r} in {file}: elements of {part.get_dtype()} are not supported")
                 self.entries[key] = TensorInfo(tuple(part.get_shape()), _DTYPES[part.get_dtype()])
         self.entries |= dict.fromkeys(self._objects)
 

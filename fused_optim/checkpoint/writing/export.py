@@ -128,6 +128,7 @@ def _export_file(optimizer: FusedAdam, names: Mapping[Tensor, str], groups: list
     with on_all_ranks(f"exporting to {path}"):
         if this_rank() == 0:
             try:
+                temporary.unlink(missing_ok=True)  # it might be a link, which is not followed
                 torch.save({"state": state, "param_groups": groups}, temporary)
                 temporary.replace(path)
             finally:

@@ -20,6 +20,7 @@ from fused_optim.sharding.collective import on_all_ranks
 from fused_optim.sharding.dtensor import local_tensor, placed_part, rewrap_like
 from fused_optim.sharding.model_files import INDEX, SINGLE, read_index
 from fused_optim.sharding.model_tensors import FileTensors, file_tensors, linear_experts, tensor_names
+from fused_optim.wire.safetensors import open_file
 
 
 @torch.no_grad()
@@ -93,7 +94,7 @@ def _check_names(targets: dict[str, _Target], found: Mapping[str, Parts], keys: 
     left = sorted(key for key in set(keys) - used if layouts.weight_of(key) not in known)
     if missing or left:
         texts = [f"the files lack {', '.join(missing[:5])}"] if missing else []
-        texts += [f"the model has no {', '.join(left[:5])}"] if left else []
+        texts += [f"the model has no {', '.join(map(repr, left[:5]))}"] if left else []
         raise KeyError(f"{' and '.join(texts)} ({len(missing)} and {len(left)} names); strict=False loads the others")
 
 
@@ -185,6 +186,7 @@ def _opened(path: Path, doing: str) -> Iterator[tuple[Collection[str], Callable[
 
     def opened(file: Path) -> Any:
         if file not in files:
+            open_file(file).close()  # safetensors would wait for a pipe's writer
             files[file] = safe_open(file, "pt")
         return files[file]
 
