@@ -163,7 +163,7 @@ class FusedAdam(ShardedOptimizer):
             parameter has fewer than 4096 elements. Also as a param-group option.
         exp_avg_sq_dtype: the same of the second moment.
         stochastic_rounding: rotating rounding, not nearest, of states that are not FP32, of 24-bit and FP16 masters,
-            and of parameters without master. Rounded to nearest, changes below half a last place are lost for ever.
+            and of parameters without master. Rounded to nearest, changes below half a last place are lost forever.
         seed: of the rounding sequence, a function of (seed, step, parameter, global element index). A parameter counts
             by its name where ``params`` has names, so that optimizers of parts of a model round as one of all of it
             does; else by its position.
