@@ -70,7 +70,7 @@ class Adam(OneRule):
         check_decay_rates(group["betas"])
         # Stored second moments below LEAST_SQUARE may be 0. So a root of at most sqrt(LEAST_SQUARE / (1 - beta2)) is
         # lost, the bias correction included, and beside an eps of that no step becomes more than twice as large.
-        beta2, eps = float(group["betas"][1]), float(group["eps"])
+        beta2, eps = group["betas"][1], group["eps"]
         if eps * eps * (1.0 - beta2) < LEAST_SQUARE:
             least = math.sqrt(LEAST_SQUARE / (1.0 - beta2))
             raise ValueError(

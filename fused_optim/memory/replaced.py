@@ -7,20 +7,15 @@ from collections.abc import Iterable
 from torch import Tensor
 
 _BY = "_fused_optim_replaced_by"
-_times = 0
+times = 0  # that mark_replaced was called: as long as it is the same, no parameter is marked anew
 
 
 def mark_replaced(params: Iterable[Tensor], by: str) -> None:
     """``by``: what has replaced them, and what to do, for messages."""
-    global _times
+    global times
     for param in params:
         setattr(param, _BY, by)
-    _times += 1
-
-
-def times_replaced() -> int:
-    """How often :func:`mark_replaced` was called: as long as it is the same, no parameter is marked anew."""
-    return _times
+    times += 1
 
 
 def replaced_by(param: Tensor) -> str | None:

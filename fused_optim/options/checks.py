@@ -65,21 +65,22 @@ def check_hyperparameters(group: Mapping[str, Any], rules: Rules, running: bool 
         if lr.numel() != 1:
             raise ValueError(f"lr: expected a tensor of one element, got shape {tuple(lr.shape)}")
         lr = float(lr) if lr.device.type == "cpu" else 0.0  # a value on a GPU is not read: that would synchronise
-    if group.get("state_dtype") is not None:
-        check_format("state_dtype", group["state_dtype"])
+    if "state_dtype" in group:  # as running groups have it not
+        word = group["state_dtype"]
+        if word is not None and as_dtype(word) not in STATE_FORMATS:
+            raise _unknown_format("state_dtype", word)
     least = -math.inf if running else 0.0
     check_number("lr", lr, least)
     check_number("weight_decay", group["weight_decay"], least)
     rule = rules.for_group(group)
     rule.check(group)
     for spec in rule.states:
-        check_format(spec.option, group[spec.option])
+        if as_dtype(group[spec.option]) not in STATE_FORMATS:
+            raise _unknown_format(spec.option, group[spec.option])
 
 
-def check_format(option: str, given: Any) -> None:
-    """Raise ValueError for what is no format of states."""
-    if as_dtype(given) not in STATE_FORMATS:
-        raise ValueError(f"{option}: expected one of {', '.join(map(str, STATE_FORMATS))}, got {given!r}")
+def _unknown_format(option: str, given: Any) -> ValueError:
+    return ValueError(f"{option}: expected one of {', '.join(map(str, STATE_FORMATS))}, got {given!r}")
 
 
 def check_number(key: str, value: Any, least: float = 0.0) -> None:

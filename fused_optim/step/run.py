@@ -14,9 +14,8 @@ from fused_optim import adapters
 from fused_optim.backends import is_capturing
 from fused_optim.backends.compiled import load_kernels
 from fused_optim.decorators import callers_level
-from fused_optim.memory import copies
+from fused_optim.memory import copies, replaced
 from fused_optim.memory.layout import STEP
-from fused_optim.memory.replaced import replaced_by, times_replaced
 from fused_optim.options.checks import check_hyperparameters, check_update, describe
 from fused_optim.options.reading import read_group, whole_number_of
 from fused_optim.rule import Hyper
@@ -230,7 +229,7 @@ class Stepper:
 
         RuntimeError where the model has other parameters in the places of some.
         """
-        if self._times_replaced != times_replaced():
+        if self._times_replaced != replaced.times:
             self._check_replaced()
         defaults, rule = self._store.defaults, self._store.rule
         for number, group in enumerate(groups):
@@ -247,9 +246,9 @@ class Stepper:
                 raise type(error)(f"param group {number}: {error}") from error
 
     def _check_replaced(self) -> None:
-        now = times_replaced()
+        now = replaced.times
         for index, (param, name) in enumerate(zip(self._store.params, self._store.names, strict=True)):
-            by = replaced_by(param)
+            by = replaced.replaced_by(param)
             if by is not None and not self._store.is_frozen(param):
                 raise RuntimeError(f"{describe(param, index, name)} is not the model's any more: {by}")
         self._times_replaced = now
