@@ -1,8 +1,8 @@
-"""Draws the pictures of the README from committed results: bytes per parameter, time per step, speed of training.
+"""Draws the pictures of the README from committed results: bytes per parameter and time per step.
 
     python benchmarks/readme_pictures.py
 
-Writes memory.svg, step_time.svg and training.svg into docs/pictures. Each has the colours of both modes, and a ground
+Writes memory.svg and step_time.svg into docs/pictures. Each has the colours of both modes, and a ground
 of its own, so that it can be read on any page.
 """
 
@@ -16,30 +16,17 @@ from xml.sax.saxutils import escape
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 STEPS = RESULTS / "2026-11-23-h200-peers" / "step.json"
-# A later one replaces what an earlier one has of the same optimizer.
-TRAINING = [
-    RESULTS / "2026-11-26-h200-training" / name for name in ("bitsandbytes.json", "later.json", "end_to_end.json")
-]
 PICTURES = ROOT / "docs" / "pictures"
 
 # What a bar is called, and the contender of `step.py` that it shows.
 BARS = {
-    "torch AdamW, FP32": "torch AdamW fused, FP32",
+    "torch AdamW, all FP32": "torch AdamW fused, FP32",
     "TransformerEngine, BF16 states": "TransformerEngine 16-bit remainder, BF16 states",
     "FlashOptim, 24-bit master": "FlashAdamW 24-bit master",
     "torchao 8-bit, no master": "torchao AdamW8bit, no master",
     "bitsandbytes 8-bit, no master": "bitsandbytes AdamW8bit, no master",
-    "fused_optim, 24-bit master": "FusedAdamW 8-bit remainder, int8 states",
-}
-
-# The same of `end_to_end.py`.
-TRAINING_BARS = {
-    "torch AdamW, FP32": "torch AdamW fused, FP32 parameters",
-    "torch AdamW, FP32 masters": "torch AdamW fused around FP32 masters, BF16",
-    "bitsandbytes 8-bit, no master": "bitsandbytes AdamW8bit, BF16, no master",
-    "torchao 8-bit, no master": "torchao AdamW8bit, BF16, stochastic rounding",
-    "fused_optim, 24-bit master": "FusedAdamW, BF16, int8 states, 24-bit masters",
-    "fused_optim, FP8 weights": "FusedAdamW, FP8 weights, int8 states, FP32 masters",
+    "fused_optim, all FP32": "FusedAdamW FP32",
+    "fused_optim, int8, 24-bit master": "FusedAdamW 8-bit remainder, int8 states",
 }
 
 WIDTH, TOP, ROW, BAR = 420, 42, 23, 14
@@ -92,12 +79,9 @@ def pictures() -> dict[str, str]:
     chosen = {bar: rows[name] for bar, name in BARS.items()}
     memory = {bar: row["allocated_bytes_per_param"] for bar, row in chosen.items()}
     times = {bar: row["ms"] for bar, row in chosen.items()}
-    runs = {name: run for file in TRAINING for name, run in json.loads(file.read_text())["results"].items()}
-    speeds = {bar: runs[name]["tokens_per_second"] / 1000 for bar, name in TRAINING_BARS.items()}
     return {
         "memory.svg": bars("Memory: bytes per parameter, gradient included", memory, 1),
         "step_time.svg": bars("Time: ms per step, 1.24 B parameters, H200", times, 1),
-        "training.svg": bars("Training: thousand tokens per second, H200", speeds, 1),
     }
 
 

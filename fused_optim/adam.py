@@ -125,9 +125,10 @@ class Adam(OneRule):
 class FusedAdam(ShardedOptimizer):
     """Adam (Kingma & Ba, 2015) and AdamW (Loshchilov & Hutter, 2019), one pass per step over all local shards.
 
-    Behaves as ``torch.optim.Adam``/``AdamW``: param groups, closures, schedulers, hooks, ``state_dict``. All
-    arithmetic is FP32. ``optimizer.state[p]`` holds ``exp_avg``, ``exp_avg_sq`` and, for parameters that are not FP32,
-    ``master_param``: tensors shaped, sharded and placed as ``p``. The step counter is ``param_group["step"]``.
+    Behaves as ``torch.optim.AdamW``, and with ``adam_w_mode=False`` as ``torch.optim.Adam``: param groups, closures,
+    schedulers, hooks, ``state_dict``. All arithmetic is FP32. ``optimizer.state[p]`` holds ``exp_avg``, ``exp_avg_sq``
+    and, for parameters that are not FP32, ``master_param``: tensors shaped, sharded and placed as ``p``. The step
+    counter is ``param_group["step"]``.
 
     Configs may give dtypes by name ("int8", "torch.bfloat16", "fp32", "bf16", "fp16", "fp8", "8bit") and numbers, betas
     and flags as text ("1e-4", "(0.9, 0.95)", "false"). Param groups keep the names of dtypes that they were given, so
