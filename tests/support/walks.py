@@ -192,7 +192,7 @@ class Walk:
                 try:
                     run.optimizer.step()
                 except RuntimeError:
-                    run.model.zero_grad()
+                    run.optimizer.zero_grad()  # which drops the clipping, too
                 else:
                     raise AssertionError("a sparse gradient was taken")
 
