@@ -113,6 +113,11 @@ def int8(seed: int = 0) -> Run:
     return ours("FP32 master, int8 states", torch.int8, seed=seed, **SEPARATE)
 
 
+def remainder8(seed: int = 0) -> Run:
+    options: dict[str, Any] = {"store_param_remainders": True, "param_remainder_bits": 8}
+    return ours("8-bit remainder, int8 states", torch.int8, seed=seed, **options)
+
+
 def fp8_products(recipe: str, seed: int = 0) -> Run:
     return ours(f"FP32 master, int8 states; {recipe}", torch.int8, RECIPES[recipe], seed, **SEPARATE)
 
@@ -197,7 +202,7 @@ RUNS: dict[str, Run] = {  # in the order of their worth
     "fp32": fp32(0),
     "fp32-seed1": fp32(1),
     "int8": int8(),
-    "remainder8-int8": ours("8-bit remainder, int8 states", INT8, store_param_remainders=True, param_remainder_bits=8),
+    "remainder8-int8": remainder8(),
     "fp8": ours("FP32 master, FP8 states", FP8, **SEPARATE),
     "bf16": ours("FP32 master, BF16 states", BF16, **SEPARATE),
     "no-master-int8": ours("no master, int8 states", INT8, master_weights=False),
@@ -212,6 +217,7 @@ RUNS: dict[str, Run] = {  # in the order of their worth
     **muons(0),
     **muons(1),
     "int8-seed1": int8(1),
+    "remainder8-int8-seed1": remainder8(1),
     "products-tensor-seed1": fp8_products("FP8, one scale", 1),
     "products-rows-seed1": fp8_products("FP8, rows, weight gradients BF16", 1),
     "products-blocks-seed1": fp8_products("FP8, blocks", 1),

@@ -198,16 +198,16 @@ def peer_options(round_m: Rounding, round_v: Rounding, moments: str) -> dict[str
 
 
 def our_formats() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Name, moments and options. exp_avg is always rounded to nearest, so how v is rounded does not matter to m."""
+    """Name, moments and options."""
     for name, dtype in STATE_DTYPES.items():
-        yield name, "m", {"exp_avg_dtype": dtype}
         for rounding in ("rotating", "nearest"):
-            v = {"exp_avg_sq_dtype": dtype, "stochastic_rounding": rounding == "rotating"}
-            yield f"{name}, {rounding}", "v", v
-            yield f"{name}, {rounding}", "both", {"exp_avg_dtype": dtype, **v}
+            m, v = {"exp_avg_dtype": dtype}, {"exp_avg_sq_dtype": dtype}
+            for moments, dtypes in zip(MOMENTS, (v, m, m | v)):
+                yield f"{name}, {rounding}", moments, {**dtypes, "stochastic_rounding": rounding == "rotating"}
 
 
-def measure_errors(task: Task) -> list[dict[str, Any]]:
+def measure_errors(task: Task, formats: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """``formats``: only these, with both moments in them."""
     model = task.model(0, torch.float32)
     optimizer = torch.optim.AdamW(
         model.parameters(), LEARNING_RATE, (0.9, TRAINING_BETA2), weight_decay=WEIGHT_DECAY, fused=True
@@ -218,6 +218,8 @@ def measure_errors(task: Task) -> list[dict[str, Any]]:
         beta2: torch.optim.AdamW(scratch.params, 1.0, (0.9, beta2), weight_decay=0.0, fused=True) for beta2 in BETA2S
     }
     shadows = make_shadows(scratch.params)
+    if formats:
+        shadows = [shadow for shadow in shadows if shadow.name in formats and shadow.moments == "both"]
     for _ in gradients(task, model, seed=0):
         for param, source in zip(scratch.params, model.parameters()):
             param.grad = source.grad
@@ -382,6 +384,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=4, help="of the FP32 runs that the losses are compared with")
     parser.add_argument("--beta2", type=float, nargs="*", default=BETA2S, help="of the runs whose losses are compared")
     parser.add_argument("--parts", nargs="*", choices=("errors", "losses", "products"), default=["errors", "losses"])
+    parser.add_argument("--formats", nargs="*", default=(), help="whose errors are measured (default: all)")
     parser.add_argument("--commit", default="", help="what the results are of, where the tree is no git checkout")
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
@@ -401,7 +404,7 @@ def main() -> None:
     }
     print(f"{report['machine']}\n{parameters:,} parameters, {len(corpus):,} bytes of text, {args.steps} steps")
     measures = {
-        "errors": partial(measure_errors, task),
+        "errors": partial(measure_errors, task, args.formats),
         "losses": partial(measure_losses, task, args.seeds, args.beta2),
         "products": partial(measure_products, task, args.seeds),
     }
