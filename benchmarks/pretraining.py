@@ -453,8 +453,12 @@ def run_queue(args: argparse.Namespace) -> int:
 SUMMARIZED = ("name", "label", "seed", "held_out_loss", "tokens_per_s", "held_bytes_per_param", "peak_bytes", "steps")
 SUMMARIZED += ("trained_tokens", "distinct_tokens", "epochs", "finite")
 
-# What runs of the same seed are compared with, too, by how their names begin: the same with BF16 products, torch's.
-REFERENCES = {"products": ("int8", "bf16_products"), "muon": ("muon-torch", "torch_muon")}
+# What runs of the same seed are compared with, too, by how their names begin.
+REFERENCES = {
+    "products": ("int8", "bf16_products"),
+    "muon": ("muon-torch", "torch_muon"),
+    "remainder8": ("fp32", "fp32_of_its_seed"),
+}
 
 
 def results_in(folders: Sequence[Path], ending: str = "json") -> list[dict[str, Any]]:
