@@ -62,6 +62,7 @@ _ALWAYS = (
     "torch.amp.grad_scaler.GradScaler._per_optimizer_states",
     "torch.nn.Module._apply",
     "torch.nn.modules.module.Module._parameters",
+    "torch.nn.modules.conv._ConvNd",
     "torch.nn.modules.module._has_any_global_hook",
     "torch.nn.modules.module.Module._backward_hooks",
     "torch.nn.modules.module.Module._backward_pre_hooks",

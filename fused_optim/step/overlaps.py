@@ -27,7 +27,7 @@ class Extent(NamedTuple):
     def of(param: Tensor) -> Extent | None:
         """None without elements of its own in memory."""
         local = local_tensor(param)
-        if adapter_of(param) is not None or not local.numel() or not has_values(local):
+        if adapter_of(param) is not None or not local.numel() or not has_values(local) or local._is_zerotensor():
             return None
         with torch._C.DisableTorchFunctionSubclass():
             steps = zip(local.shape, local.stride(), strict=True)

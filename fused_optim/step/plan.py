@@ -256,8 +256,10 @@ class Plan:
             local = local_tensor(param)
             if param not in self._store or local.device != part.device or backend_of(local) != part.backend:
                 return False
-        if self._sharing.is_changed({part.indices[i]: param for part, i, param in stale}, self._store.params):
-            return False
+        if stale:
+            moved = {part.indices[i]: param for part, i, param in stale}
+            if self._sharing.is_changed(moved, self._store.params):
+                return False
         for part, i, param in stale:
             self._check(part, i, param, attribute)
         if agree is not None:

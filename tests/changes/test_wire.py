@@ -551,7 +551,7 @@ def test_fused_rows_that_do_not_fit(published: tuple[int, ...], here: tuple[int,
         count = math.prod(published)
         write_changes({name: Changes(torch.arange(count), torch.ones(count), published)}, file, base=0, step=1)
         names = fused_rows(server, {"w13": {"w1": 6, "w3": 6}})
-        with pytest.raises(ValueError, match=rf"{name} of shape .* is not 6 of the 12 rows of w13"):
+        with pytest.raises(ValueError, match=rf"'{name}' of shape .* is not 6 of the 12 rows of 'w13'"):
             apply_changes(server, file, base=0, names=names)
     assert not server["w13"].any()
 

@@ -21,7 +21,7 @@ STEPS = [
     ),
     (
         "csrc/multi_tensor/formats.h",
-        "        return at_least_one((placed(root, inverse, u) >> kPlace) & 0xFFu, root);\n    }\n};\n",
+        "        return float_bits(fused(fourth_root_within(root, inverse), 255.0f, threshold));\n    }\n};\n",
         """
 template <>
 struct SignedCodec<Format::kToy8> {
@@ -30,9 +30,13 @@ struct SignedCodec<Format::kToy8> {
     FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) { return signed_byte(bits) * scale; }
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
         float scale = divide(bits_float(absmax), 127.0f);
-        return block_scale(absmax, kSmallestSigned, scale, reciprocal(scale));
+        return block_scale(absmax, kSmallestSigned, scale, reciprocal(scale) * kTopNudge);
     }
-    FUSED_OPTIM_HD static uint32_t encode(float m, float inverse) { return float_bits(fused(m, inverse, 12582912.0f)); }
+    FUSED_OPTIM_HD static uint32_t encode(float m, float, float inverse, uint32_t u) {
+        float code = fused(clamp_top(fabsf(m) * inverse, 127.0f), 1.0f, bits_float(0x43800000u + (u >> 17)));
+        uint32_t magnitude = float_bits(code) >> 15 & 0xFFu;
+        return m < 0.0f ? 0u - magnitude : magnitude;
+    }
 };
 
 template <>
@@ -53,21 +57,23 @@ struct SquareCodec<Format::kToy8> {
     ),
     (
         "fused_optim/formats/codecs.py",
-        "        square = root * root\n        return square * square\n",
+        "        fourth = square * square\n        return fourth * fourth\n",
         '''
 
 class Toy8Codec:
     """Linear, in 127 and 255 levels."""
 
     @staticmethod
-    def scale_signed(m: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_signed(m: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         absmax = absmax_of(m)
         scale = divide(absmax, 127.0)
-        return block_scale(absmax, SMALLEST_SIGNED, scale, 1.0 / scale)
+        return block_scale(absmax, SMALLEST_SIGNED, scale, 1.0 / scale * TOP_NUDGE)
 
     @staticmethod
-    def encode_signed(m: Tensor, inverse: Tensor) -> Tensor:
-        return (fused(m, inverse, 1.5 * 2**23) - 1.5 * 2**23).to(torch.int8)
+    def encode_signed(m: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+        x = clamp_top(m.abs() * inverse, 127.0)
+        code = fused(x, 1.0, 256.0 + (u >> 17).float() * 2.0**-15).long() - 256
+        return torch.where(m < 0, -code, code)
 
     @staticmethod
     def decode_signed(bits: Tensor, scale: Tensor) -> Tensor:
@@ -90,8 +96,8 @@ class Toy8Codec:
     ),
     (
         "fused_optim/formats/states.py",
-        '    torch.int8: StateFormat("int8", 4, torch.int8, torch.uint8, codecs.Int8Codec),\n',
-        '    torch.float8_e5m2: StateFormat("toy8", 5, torch.int8, torch.uint8, codecs.Toy8Codec),\n',
+        '    torch.int8: StateFormat("int8", 4, torch.int8, torch.uint8, codecs.Int8Codec, 5),\n',
+        '    torch.float8_e5m2: StateFormat("toy8", 5, torch.int8, torch.uint8, codecs.Toy8Codec, 6),\n',
     ),
 ]
 

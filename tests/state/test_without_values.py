@@ -93,9 +93,9 @@ def fake_run(kind: type[torch.optim.Optimizer], dtype: torch.dtype, **options: A
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
     for _ in range(2):
         model(torch.ones(3, 128, dtype=dtype)).sum().backward()
+        clip_grad_norm_(model.parameters(), 1.0)
         if kind is FusedAdamW:
             optimizer.clip_grad_norm_(1.0)
-        clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()

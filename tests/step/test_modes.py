@@ -145,6 +145,7 @@ def test_a_repeated_parameter_is_updated_once(form: str, named: bool) -> None:
     for each, made in ((params, optimizer), (others, usual)):
         train(each, made, 0)
         norms.append(made.clip_grad_norm_(0.5))
+        made.zero_grad()
         train(each, made, 1)
         made.load_state_dict(made.state_dict())
         train(each, made, 2)
