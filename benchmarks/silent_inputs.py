@@ -49,7 +49,7 @@ MASTERS: dict[str, Make] = {
 }
 # Modules, classes and options, of states and of masters.
 STATE_PEERS = {
-    "FlashAdamW": ("flashoptim", "FlashAdamW", {}),
+    "FlashAdamW": ("flashoptim", "FlashAdamW", {"master_weight_bits": None}),
     "torchao AdamW8bit": ("torchao.optim", "AdamW8bit", {}),
     "torchao AdamWFp8": ("torchao.optim", "AdamWFp8", {}),
     "torchao AdamW4bit": ("torchao.optim", "AdamW4bit", {}),
