@@ -32,6 +32,7 @@ from step import machine, write
 # Parts of "TEST: MESSAGE" of a failure, as regular expressions, and why it is none.
 EXPECTED = {
     r"^test_fp16_master:": "by design: docs/numerics.md, on FP16 masters",
+    r"^test_fp8_exp_avg:": "by design: FP8 first moments rotate, and err by up to a whole code instead of half of one",
     r"^test_dcp_resharding_load\[Float8BlockScaling\]:": "TransformerEngine's test_torch_fsdp2.py expects it",
 }
 # Of torch's tests; docs/drop_in.md says more of them.

@@ -75,13 +75,21 @@ class Options:
     int16_remainders: bool
 
 
+def numbers_of(store: StateStore) -> dict[Tensor, int]:
+    """Each parameter's place in the param groups; of one that is there several times the first, as in torch.optim."""
+    numbers: dict[Tensor, int] = {}
+    for number, param in enumerate(store.params):
+        numbers.setdefault(param, number)
+    return numbers
+
+
 def packed(store: StateStore) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
     """The states and the param groups as torch.optim packs them: parameters are numbers. Tensors go by reference.
 
     Users' entries of ``optimizer.state``, whose keys are no tensors, are as they are. States of parameters that have
     left the groups stay where they are: they may come back.
     """
-    numbers = {param: number for number, param in enumerate(store.params)}
+    numbers = numbers_of(store)
     state: dict[Any, Any] = {key: value for key, value in store.state.items() if not isinstance(key, Tensor)}
     state |= {numbers[param]: store.state[param] for param in numbers if store.state.get(param)}
     groups = [{**group, "params": [numbers[param] for param in group["params"]]} for group in store.groups]
@@ -96,8 +104,9 @@ def state_dict(store: StateStore, options: Options) -> dict[str, Any]:
     check_checkpoint_format(options.form)
     check_checkpoint_device(options.device)
     state, groups = packed(store)
-    state |= {i: converted(store[param], options) for i, param in enumerate(store.params) if param in store}
-    is_packed = any(_is_any_packed(state.get(i, {}), store.state_names) for i in range(len(store.params)))
+    numbers = numbers_of(store)
+    state |= {i: converted(store[param], options) for param, i in numbers.items() if param in store}
+    is_packed = any(_is_any_packed(state.get(i, {}), store.state_names) for i in numbers.values())
     for group in groups:
         rule = store.rule.for_group(group)
         formats = {spec.option: as_dtype(group[spec.option]) for spec in rule.states}

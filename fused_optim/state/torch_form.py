@@ -18,7 +18,7 @@ from fused_optim.memory.layout import MASTER, STEP
 from fused_optim.options.reading import IMPLEMENTATIONS
 from fused_optim.state.groups import DESCRIPTION
 from fused_optim.state.param_state import ParamState
-from fused_optim.state.state_dict import packed
+from fused_optim.state.state_dict import numbers_of, packed
 from fused_optim.state.store import StateStore
 
 _OWN_KEYS = {STEP, "bias_correction", "exp_avg_dtype", "exp_avg_sq_dtype", *DESCRIPTION}
@@ -32,7 +32,7 @@ def state_dict(store: StateStore, device: str | None) -> dict[str, Any]:
     """
     state, packed_groups = packed(store)
     steps = {param: group[STEP] for group in store.groups for param in group["params"]}
-    for number, param in enumerate(store.params):
+    for param, number in numbers_of(store).items():
         if param in store:
             state[number] = torch_states(store[param], steps[param], device)
     adam_w_mode, settings = store.rule.options["adam_w_mode"], store.settings

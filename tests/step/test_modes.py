@@ -153,6 +153,20 @@ def test_a_repeated_parameter_is_updated_once(form: str, named: bool) -> None:
     assert all(map(same_bits, contents(params, optimizer), contents(others, usual)))
 
 
+@pytest.mark.parametrize("form", ["unscaled", "native", "torch"])
+def test_state_dicts_of_repeated_groups_have_torchs_numbers(form: str) -> None:
+    params, optimizer = build("float32", checkpoint_format=form)
+    theirs = torch.optim.AdamW([{"params": [param]} for param in params])
+    optimizer.param_groups[:] = [{**optimizer.param_groups[0], "params": [param]} for param in params]
+    train(params, optimizer, 0)
+    train(params, theirs, 0)
+    for each in (optimizer, theirs):
+        each.param_groups.extend(each.param_groups)
+    ours, expected = optimizer.state_dict(), theirs.state_dict()
+    assert [group["params"] for group in ours["param_groups"]] == [group["params"] for group in expected["param_groups"]]
+    assert list(ours["state"]) == list(expected["state"])
+
+
 def test_torchs_state_dict_of_a_repeated_parameter_loads() -> None:
     params, optimizer = build("float32")
     with warnings.catch_warnings():
