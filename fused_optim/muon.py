@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -93,6 +94,7 @@ class Muon(MomentumPass):
                 dtype=dtype,
                 scale=_SCALES[group["adjust_lr_fn"]],
                 splits=tuple(group["splits"] or ()),
+                rotates=as_dtype(group[MOMENTUM_BUFFER.option]) != torch.float32,
             ),
         }
 

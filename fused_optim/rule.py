@@ -32,7 +32,8 @@ class Orthogonalization:
 
     ``coefficients``: (a, b, c) of each Newton-Schulz step. ``eps``: the least Frobenius norm that is divided by.
     ``dtype``: of the products. ``scale``: of (rows, columns). ``splits``: rows of the matrices that a parameter joins;
-    empty: it is one.
+    empty: it is one. ``rotates``: the momentum is not FP32, so the pass that updates it rounds in the rotating way, the
+    matrix that comes out of it, too.
     """
 
     coefficients: tuple[tuple[float, float, float], ...]
@@ -40,6 +41,7 @@ class Orthogonalization:
     dtype: torch.dtype
     scale: Callable[[int, int], float]
     splits: tuple[int, ...] = ()
+    rotates: bool = False
 
 
 class Hyper(NamedTuple):

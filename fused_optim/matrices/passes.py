@@ -67,8 +67,11 @@ MOMENTUM, DESCENT = MomentumPass(), DescentPass()
 
 
 def before_matrices(hyper: Hyper) -> Hyper:
-    """For :class:`MomentumPass`. What is orthogonalized is rounded to nearest."""
-    return hyper._replace(rule=MOMENTUM, stochastic_rounding=False)
+    """For :class:`MomentumPass`. With FP32 momentum the matrix that comes out of it is rounded to nearest."""
+    how = hyper.orthogonalization  # None: of a group of other parameters
+    return hyper._replace(
+        rule=MOMENTUM, stochastic_rounding=hyper.stochastic_rounding and how is not None and how.rotates
+    )
 
 
 def after_matrices(hyper: Hyper) -> Hyper:

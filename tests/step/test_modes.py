@@ -163,7 +163,9 @@ def test_state_dicts_of_repeated_groups_have_torchs_numbers(form: str) -> None:
     for each in (optimizer, theirs):
         each.param_groups.extend(each.param_groups)
     ours, expected = optimizer.state_dict(), theirs.state_dict()
-    assert [group["params"] for group in ours["param_groups"]] == [group["params"] for group in expected["param_groups"]]
+    assert [group["params"] for group in ours["param_groups"]] == [
+        group["params"] for group in expected["param_groups"]
+    ]
     assert list(ours["state"]) == list(expected["state"])
 
 
