@@ -1,4 +1,5 @@
-"""``benchmarks/step.py``: which optimizer is given which parameters, and a trial of it; a trial of ``fsdp_host.py``."""
+"""``benchmarks/step.py``: which optimizer is given which parameters, and a trial of it; trials of ``fsdp_host.py`` and
+``silent_inputs.py``."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import contenders
+import silent_inputs
 import step
 from contenders import OURS, PEERS, obstacle
 
@@ -85,3 +87,15 @@ def test_host_time_of_gathered_weights_is_measured(tmp_path: Path) -> None:
     report = json.loads(output.read_text())
     assert len(report["gather"]) == 7 and len(report["training"]) == 5
     assert all(row["min_us"] > 0 for part in ("gather", "training") for row in report[part].values())
+
+
+def test_silent_inputs_are_measured() -> None:
+    """What is said of torch's optimizer is exact, and of ours what pages say."""
+    exact, ours = silent_inputs.STATES["torch AdamW, FP32"], silent_inputs.STATES["FusedAdamW, int8 states"]
+    assert silent_inputs.silent_halves(exact, CPU) == 0.0 and silent_inputs.silent_halves(ours, CPU) <= 0.0007
+    largest, error = silent_inputs.wide_range(ours, 10_000, CPU)
+    assert 1.0 < largest < 1.6 and 0.1 < error < 0.3
+    assert silent_inputs.rare_rows(exact, CPU) == 0.0 and 0.0 < silent_inputs.rare_rows(ours, CPU) < 0.03
+    lost, kept = (silent_inputs.MASTERS[name] for name in ("torch AdamW, BF16, no master", "FusedAdamW, master_bits=0"))
+    assert silent_inputs.small_updates(lost, 5e-6, CPU) == pytest.approx(1.0)
+    assert silent_inputs.small_updates(kept, 5e-6, CPU) < 0.02

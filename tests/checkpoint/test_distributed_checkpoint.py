@@ -158,11 +158,11 @@ def rounding_bound(fmt: torch.dtype, state: str, x: Tensor, block: int) -> Tenso
         bound = relative * 2**-4 + 2**-10 / 448
     elif fmt == torch.float8_e4m3fn:  # of the square root, never rounded to zero
         bound = (relative.sqrt() * (1 + 2**-4) + 2**-9 / 448) ** 2 - relative
-    elif state == "exp_avg":  # half a step of 127 of the square root
-        bound = (relative.sqrt() + 0.5 / 127) ** 2 - relative
-    else:  # half a step of 255 of the fourth root, never rounded to zero, and the nudge to the top code
-        root = relative**0.25
-        bound = (root + torch.where(root < 1 / 255, 1 / 255, (0.5 + 2**-12) / 255)) ** 4 - relative
+    elif state == "exp_avg":  # half a step of 127 of the fourth root, and the nudge to the top code
+        bound = (relative**0.25 + (0.5 + 2**-12) / 127) ** 4 - relative
+    else:  # half a step of 255 of the eighth root, never rounded to zero, and the nudge
+        root = relative**0.125
+        bound = (root + torch.where(root < 1 / 255, 1 / 255, (0.5 + 2**-12) / 255)) ** 8 - relative
     return (bound * top + blocks.abs() * 2**-20).view_as(x)
 
 

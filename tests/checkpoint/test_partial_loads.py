@@ -423,7 +423,7 @@ def test_replicas_of_other_shapes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("between", ["model_only", "failure", "dry_run", "load"])
 def test_steps_are_saved_again_after_other_loads(between: str, tmp_path: Path) -> None:
-    """A step that was just saved is passed over, unless a load has changed what there is."""
+    """A step's number says nothing about what there is."""
     model, optimizer = build("plain")
     train(model, optimizer)
     with Checkpointer(model, optimizer, tmp_path, sigterm=False) as checkpointer:
@@ -449,7 +449,7 @@ def test_steps_are_saved_again_after_other_loads(between: str, tmp_path: Path) -
         checkpointer.save(1)
     other, its = build("plain")
     Checkpointer(other, its, tmp_path, sigterm=False).load(1, model_only=True)
-    assert bool((other.head.bias == 7).all()) is (between in ("model_only", "failure"))
+    assert bool((other.head.bias == 7).all())
 
 
 def test_other_optimizers(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_the_way_that_the_error_names(dtype: torch.dtype) -> None:
     for index, (name, _) in enumerate(model.named_parameters()):
         assert whole[name].keys() == alone[index].keys()
         for state, value in whole[name].items():
-            torch.testing.assert_close(value, alone[index][state], rtol=2e-2, atol=1e-5)  # sums in another order
+            torch.testing.assert_close(value, alone[index][state], rtol=2e-2, atol=1e-4)  # sums in another order
 
 
 # --- ZeRO: every rank has some of the parameters, whole -------------------------------------------------------------

@@ -150,7 +150,7 @@ def test_two_that_begin_at_once(folder: Folder, monkeypatch: pytest.MonkeyPatch)
 
     def late(self: Lock) -> None:
         if self is not other and other._beats == 0:
-            other.take()
+            write(other)
         write(self)
 
     monkeypatch.setattr(Lock, "_write", late)

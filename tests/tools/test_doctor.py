@@ -49,9 +49,6 @@ def in_lines():
 def float64():
     return nn.Linear(4, 4, dtype=torch.float64)
 
-def integers():
-    return nn.ParameterDict({"steps": nn.Parameter(torch.zeros(3, dtype=torch.int32), requires_grad=False)})
-
 def lazy():
     return nn.LazyLinear(4)
 
@@ -234,7 +231,6 @@ def test_the_command(model: str, capsys: pytest.CaptureFixture[str]) -> None:
         (f"{model}:in_lines",): "raised ValueError: one another",
         (f"{model}:float64",): r"float64: .*'weight'.* got torch.float64",
         (f"{model}:float64", "--world-size", "2"): r"float64: .*'weight'.* got torch.float64",
-        (f"{model}:integers",): r"integers: .*'steps'.* got torch.int32",
         (f"{model}:lazy",): "lazy: weight is not initialised",
         (f"{model}:empty",): "no parameters",
         (f"{model}:even", "--param-dtype", "foo"): "param_dtype is for checkpoints",

@@ -19,7 +19,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fused_optim.checkpoint.storage.damage import Damaged
-from fused_optim.checkpoint.storage.folders import Folder, PathLike, folder_at, kept_open
+from fused_optim.checkpoint.storage.folders import Folder, LocalFolder, PathLike, folder_at, kept_open
 from fused_optim.checkpoint.storage.metadata import FILE as METADATA
 from fused_optim.checkpoint.storage.metadata import inner_path, read_metadata, unfinished
 from fused_optim.checkpoint.storage.threads import done_by, threads_to_read
@@ -219,7 +219,8 @@ def _check_apart(who: str, ranges: Iterable[Range]) -> None:
 
 
 def check_finished(folder: Folder) -> None:
-    if folder.size(METADATA) is None:
+    is_file = isinstance(folder, LocalFolder) and folder.path.is_file()  # of torch.save, or safetensors
+    if not is_file and folder.size(METADATA) is None:
         expected = "expected a folder of torch.distributed.checkpoint with a file .metadata, which is written last"
         raise FileNotFoundError(f"{folder}: {expected}; {unfinished(folder)}")
 
