@@ -69,9 +69,8 @@ def close_in(fmt: Format, state: str, loaded: Tensor, saved: Tensor) -> bool:
     moment = fmt.moment(state)
     bound = moment.relative * magnitudes[1] + moment.absolute * magnitudes[1].amax(1, keepdim=True)
     signs = bool((loaded * saved >= 0).all())
-    return signs and bool(
-        ((magnitudes[0] - magnitudes[1]).abs() <= bound * (1 + 5e-4)).all()
-    )  # of the nudge to the top code
+    bound = bound * (1 + 5e-4)  # the nudge to the top code
+    return signs and bool(((magnitudes[0] - magnitudes[1]).abs() <= bound).all())
 
 
 def assert_close(loaded: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
