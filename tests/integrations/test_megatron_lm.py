@@ -65,7 +65,7 @@ TOLERANCE = {
     "bf16": 0.01,
     "fp16": 0.01,
     "fp8": 0.15,
-    "int8": 0.02,
+    "int8": 0.05,  # a code at the largest of a block is 4 / 127 of it, and errors of steps add up
     "fp8 remainders": 0.15,
     "fp16 masters": 2e-6,
     "fp16 masters and moments": 0.01,
