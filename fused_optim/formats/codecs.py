@@ -182,9 +182,15 @@ class Int8Codec:
 
     @classmethod
     def encode_signed(cls, m: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
-        """Fractions of negative numbers are counted from above, so that it is the magnitude that rotates."""
+        """Fractions of negative numbers are counted from above, so that it is the magnitude that rotates.
+
+        Below code 1 it is the value that rotates, not its root: what has all but faded would else be drawn up to code 1
+        so often that it never fades.
+        """
         fraction = torch.where(m.signbit(), MASK32 - u, u) >> 18
-        root = cls._root(m.abs(), inverse).copysign(m)
+        root = cls._root(m.abs(), inverse)
+        square = root * root
+        root = torch.minimum(root, square * (square * 127.0**3)).copysign(m)
         return fused(root, 127.0, 768.0 + fraction.float() * 2.0**-14).long() - 768
 
     @staticmethod

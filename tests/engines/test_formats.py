@@ -162,9 +162,10 @@ def _assert_close(decoded: Array, x: Array, block: int, state: str, moment: Mome
     top = moment.code.levels[-1] * moment.code.smallest_scale
     root, decoded_root = np.abs(x.astype(np.float64)) ** power, np.abs(decoded.astype(np.float64)) ** power
     relative = steps * moment.relative * root
-    # exp_avg_sq's values below code 1 become it, however they are rounded.
-    absolute = (2.0 if state == "exp_avg_sq" else steps) * moment.absolute
-    absolute = absolute * np.maximum(maxima.astype(np.float64) ** power, top)
+    unit = 2.0 * moment.absolute * np.maximum(maxima.astype(np.float64) ** power, top)  # of codes
+    # Below code 1 exp_avg_sq's values become it, however they are rounded; others may go by the value, not by its root.
+    coarse = (root < unit) & (state == "exp_avg_sq" or moment.code.fades_by_value)
+    absolute = np.where(coarse, 1.0, steps / 2.0) * unit
     bound = (relative + absolute) * (1 + 2.0**-18) + 2.0**-20 * root + 2.0**-133  # FP32 arithmetic; BF16 denormals
     assert np.all((np.abs(decoded_root - root) <= bound)[kept])
 

@@ -107,6 +107,27 @@ def test_silent_inputs_stand_still(fmt: Format, master: Master, others: str, dev
     assert bool((found["back"] <= 2.0 * exact["back"] + place).all())
 
 
+# The thresholds hardly move from one burst to the next.
+RESONANT: dict[str, Callable[[int, Tensor], Tensor]] = {
+    "bursts every 13": lambda step, noise: noise * (1000.0 if step % 13 == 0 else 1.0),
+    "bursts every 21": lambda step, noise: noise * (1000.0 if step % 21 == 0 else 1.0),
+    "bursts every 34": lambda step, noise: noise * (1e5 if step % 34 == 0 else 1.0),
+    "growing": lambda step, noise: noise * 1.02**step,
+}
+
+
+@pytest.mark.parametrize("fmt, others", pairwise(FEW_BITS, [*RESONANT]), ids=str)
+def test_silent_inputs_beside_resonant_ones(
+    fmt: Format, others: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the usual betas they stand still there, too."""
+    monkeypatch.setitem(OTHERS, others, RESONANT[others])
+    values = [torch.ones(shape, device=device) for shape in SHAPES]
+    groups = groups_of(values, [{"betas": (0.9, beta2)} for beta2 in (0.95, 0.99, 0.999)])
+    optimizer = FusedAdamW(groups, lr=LR, weight_decay=0.0, state_dtype=fmt.dtype)
+    assert bool((silent_run(optimizer, others)["late"] <= NOISE).all())
+
+
 MOMENTA = (0.8, 0.9, 0.95)
 # By the name of an average of gradients: optimizers, and options by which it decays.
 AVERAGES: dict[str, tuple[Any, Callable[[float], dict[str, Any]]]] = {
@@ -181,7 +202,7 @@ def steps_to_zero(fmt: Format, beta: float) -> float:
     decay = beta ** (1.0 / code.root)
     at, steps = float(np.searchsorted(levels, code.largest[1])), 0.0
     while at >= 1.0:
-        position = float(np.interp(decay * levels[int(at)], levels, np.arange(len(levels))))
+        position = float(code.place(decay * levels[int(at)]))
         distance = at - position
         at, steps = (np.ceil(position), steps + 1.0) if distance >= 1.0 else (at - 1.0, steps + 2.0 / distance + 1.0)
     return steps

@@ -72,7 +72,7 @@ FORMATS = [
     Format(
         torch.int8,
         1,
-        Moment(0.0, 0.5 / 127, BlockCode(np.arange(128.0), root=4, smallest_scale=2**-31)),
+        Moment(0.0, 0.5 / 127, BlockCode(np.arange(128.0), root=4, smallest_scale=2**-31, fades_by_value=True)),
         Moment(0.0, 0.5 / 255, BlockCode(np.arange(256.0), root=8)),
         16.0,  # 1.2 and 3.2 where second moments lie within factors of 1e8 and 2.5e15 in a block
         (0.047, 0.036),

@@ -73,6 +73,7 @@ class BlockCode:
     root: int = 1  # 1, 2, 4 or 8
     smallest_scale: float = 0.0
     nudge: np.float32 = TOP_NUDGE
+    fades_by_value: bool = False  # below code 1 it is the value that is a part of code 1's, not its root
 
     @property
     def largest(self) -> tuple[float, float]:
@@ -93,8 +94,12 @@ class BlockCode:
     def position(self, x: Array, scale: Array) -> Array:
         """Where FP32 magnitudes lie among the codes: 2.25 is a quarter of the way from code 2 to code 3."""
         inverse = np.where(scale > 0, np.float32(1) / np.where(scale > 0, scale, 1), 0).astype(np.float32) * self.nudge
-        y = np.minimum((self._root(x) * inverse).astype(np.float64), self.levels[-1])
-        return np.interp(y, self.levels, np.arange(len(self.levels)))
+        return self.place(np.minimum((self._root(x) * inverse).astype(np.float64), self.levels[-1]))
+
+    def place(self, y: Array) -> Array:
+        """Of roots in units of the scale."""
+        places = np.interp(y, self.levels, np.arange(len(self.levels)))
+        return np.minimum(places, places**self.root) if self.fades_by_value else places
 
     def decode(self, codes: Array, scale: Array) -> Array:
         """FP32 magnitudes of codes."""
