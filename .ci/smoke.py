@@ -161,7 +161,7 @@ COMMANDS = {
     "convert file.pt torch --to torch": "torch: torch",
     "inspect dcp --compare unscaled": "tensors have the same values",
     "checksum exported": "exported: checksums written",
-    "plan --params 1e9 --world-size 8": "1,000,001,536 elements, bfloat16 on 8 ranks",
+    "plan --params 1e9 --world-size 8": "1,000,001,536 elements, bfloat16, on 8 ranks",
 }
 
 

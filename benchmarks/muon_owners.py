@@ -26,8 +26,8 @@ from torch.distributed.tensor import Shard
 from fused_optim.matrices.exchange import Dtypes
 from fused_optim.matrices.owners import Box, Boxes, Ownership, matrices_of
 from fused_optim.matrices.shards import Kind, in_buckets
-from fused_optim.tools.simulation import sharded_parameter, simulated
 from scale import machine
+from simulation import sharded_parameter, simulated
 
 RANKS = (64, 1024, 16384)
 IN_BUCKETS = (7, 48, 63, 64, 65, 100)

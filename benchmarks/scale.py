@@ -33,7 +33,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from fused_optim import FusedAdamW
 from fused_optim.checkpoint.writing.planner import Planner
 from fused_optim.sharding.dtensor import local_tensor, shard_geometry
-from fused_optim.tools.simulation import sharded_parameter, simulated
+from simulation import sharded_parameter, simulated
 
 TENSOR_PARALLEL = 8
 SHARDED_BY = {64: 8, 1024: 64, 16384: 256}  # ranks of one replica under HSDP

@@ -64,7 +64,6 @@ LAZY = {
         "optional": "",
         "backends": "fused_optim._engine_",
         "tools.commands": "fused_optim.",
-        "tools.doctor": "",
     },
     **{"__init__": "fused_optim.quantized", "rebuild": "fused_optim.quantized"},
 }

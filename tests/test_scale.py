@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 import scale
 from fused_optim.checkpoint.writing.planner import Planner
-from fused_optim.tools.simulation import simulated
 from scale import Model, Weight
+from simulation import simulated
 
 RANKS = 4
 SMALL: dict[str, Model] = {

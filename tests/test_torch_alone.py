@@ -22,7 +22,6 @@ from fused_optim.__main__ import main
 from fused_optim.optional import optional
 from fused_optim.quantized import load_quantized_safetensors, save_quantized_safetensors
 from fused_optim.tools.conversion import convert_checkpoint
-from fused_optim.tools.planner import draw, plan_shapes
 
 ROOT = Path(__file__).parents[1]
 BLOCKING = "import sys\nfor name in {names!r}:\n    sys.modules.setdefault(name, None)\n"
@@ -148,8 +147,6 @@ COMMANDS = {
     "convert model.safetensors new --to torch": ("reading model.safetensors", "safetensors"),
     "inspect model.safetensors": ("reading model.safetensors", "safetensors"),
     "inspect saved.pt --compare model.safetensors": ("reading model.safetensors", "safetensors"),
-    "plan --safetensors model.safetensors": ("reading model.safetensors", "safetensors"),
-    "plan --params 1e6 --picture plan.svg": ("plan --picture", "matplotlib"),
 }
 
 
@@ -195,7 +192,6 @@ FUNCTIONS: dict[str, tuple[Callable[[Path], object], str, str]] = {
         lambda folder: load_quantized_safetensors(nn.Linear(8, 4), folder),
         *("safetensors", "safetensors"),
     ),
-    "drawing {0}": (lambda file: draw(plan_shapes([("a", (64, 64))]), str(file)), "matplotlib", "tools"),
     "convert --to masters": (lambda folder: convert_checkpoint("saved.pt", folder, "masters"), "safetensors", "tools"),
 }
 

@@ -10,8 +10,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from fused_optim.optional import optional
-from fused_optim.tools.names import ALGORITHMS, LAYOUTS, MASTER_BITS, STATES, STORED_MASTERS, machine_names
+from fused_optim.tools.names import ALGORITHMS, LAYOUTS, MASTER_BITS, STATES, STORED_MASTERS
 
 Arguments = argparse.Namespace
 Commands = Any  # of argparse, which gives its type no name
@@ -120,7 +119,11 @@ def _convert(args: Arguments) -> int:
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
-def _add_choice(parser: argparse.ArgumentParser) -> None:
+def _add_plan(commands: Commands) -> None:
+    parser = _add(commands, "plan", _plan, "bytes that a rank holds, by format, beside torch.optim.AdamW's")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--params", metavar="NUMBER", help="such as 8B or 350M: matrices with whole blocks")
+    source.add_argument("--hf-config", metavar="FILE", help="config.json of a Hugging Face model")
     parser.add_argument("--world-size", type=int, default=1, metavar="RANKS", help="that shard each parameter by rows")
     parser.add_argument("--param-dtype", default="bfloat16", metavar="DTYPE", help="or bf16, float16, float32")
     parser.add_argument("--state-dtype", default="int8", metavar="DTYPE", help=f"one of {', '.join(STATES)}")
@@ -128,71 +131,29 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--algorithm", default=ALGORITHMS[0], choices=ALGORITHMS, help=known)
     bits = "of masters: 32 (exact, in the smallest way), 24 or 0 (none)"
     parser.add_argument("--master-bits", type=int, default=32, choices=MASTER_BITS, help=bits)
-
-
-def _add_plan(commands: Commands) -> None:
-    parser = _add(
-        commands, "plan", _plan, "what ranks and checkpoints will hold by format, and how long steps will take"
-    )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--params", metavar="NUMBER", help="such as 8B or 350M: matrices with whole blocks")
-    source.add_argument("--hf-config", metavar="FILE", help="config.json of a Hugging Face model")
-    source.add_argument("--safetensors", metavar="PATH", help="safetensors files of a model, or their index")
-    _add_choice(parser)
-    offload = "share of the states that lives in host memory (offload_fraction)"
-    parser.add_argument("--offload", type=float, default=0.0, metavar="SHARE", help=offload)
-    known = f"{', '.join(machine_names())}, none, or a JSON file with memory_bytes_per_s of another one"
-    parser.add_argument("--machine", default="h200", help=f"whose times are predicted: {known}")
-    parser.add_argument("--picture", metavar="FILE", help="draw it, such as plan.svg")
     parser.add_argument("--json", action="store_true")
 
 
 def _plan(args: Arguments) -> int:
-    from fused_optim.tools.models import number_of, of_config, of_number, of_safetensors
-    from fused_optim.tools.planner import check_picture, draw, plan_shapes
+    from fused_optim.tools.plan import number_of, of_config, of_number, plan
 
-    if args.picture is not None:  # before the work, not after it
-        optional("matplotlib", "plan --picture", "tools")
-        check_picture(args.picture)
     if args.params is not None and args.algorithm == "muon":
-        raise ValueError("params: Muon's work depends on the shapes of matrices: give --hf-config or --safetensors")
-    if args.params is not None:
-        shapes = of_number(number_of(args.params))
-    else:
-        shapes = of_config(args.hf_config) if args.hf_config is not None else of_safetensors(args.safetensors)
-    plan = plan_shapes(
-        shapes,
-        world_size=args.world_size,
-        param_dtype=args.param_dtype,
-        state_dtype=args.state_dtype,
-        master_bits=args.master_bits,
-        machine=None if args.machine == "none" else args.machine,
-        offload=args.offload,
-        algorithm=args.algorithm,
-    )
-    _show(plan, args.json)
-    if args.picture is not None:
-        draw(plan, args.picture)
+        raise ValueError("params: which parameters are under Muon depends on their names: give --hf-config")
+    shapes = of_number(number_of(args.params)) if args.params is not None else of_config(args.hf_config)
+    names = ("world_size", "param_dtype", "state_dtype", "master_bits", "algorithm")
+    _show(plan(shapes, **{name: getattr(args, name) for name in names}), args.json)
     return 0
 
 
-# --- doctor -----------------------------------------------------------------------------------------------------------
+# --- what is gone -----------------------------------------------------------------------------------------------------
 
 
 def _add_doctor(commands: Commands) -> None:
-    does = "what falls back for a model or a checkpoint, what it costs, and what to change"
-    parser = _add(commands, "doctor", _doctor, does)
-    model = "MODULE:FUNCTION or FILE.py:FUNCTION that returns the model, or a checkpoint, as for inspect"
-    parser.add_argument("target", metavar="TARGET", help=model)
-    _add_choice(parser)
-    parser.set_defaults(param_dtype=None)  # a model has its own
-    parser.add_argument("--json", action="store_true")
+    parser = _add(commands, "doctor", _doctor, "gone: print(optimizer.summary()) and the command info say what it said")
+    parser.add_argument("anything", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
-def _doctor(args: Arguments) -> int:
-    from fused_optim.tools.doctor import diagnose_target
-
-    names = ("world_size", "param_dtype", "state_dtype", "master_bits", "algorithm")
-    choice = {key: getattr(args, key) for key in names}
-    _show(diagnose_target(args.target, **choice), args.json)
-    return 0
+def _doctor(_: Arguments) -> int:
+    raise ValueError(
+        "doctor is gone: print(optimizer.summary()) names what falls back, and the command info what is missing"
+    )

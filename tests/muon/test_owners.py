@@ -18,7 +18,7 @@ from fused_optim.matrices import shards
 from fused_optim.matrices.exchange import Dtypes
 from fused_optim.matrices.owners import Box, Boxes, Matrix, Ownership, assign, matrices_of, piece_of
 from fused_optim.matrices.shards import Kind, in_buckets
-from fused_optim.tools.simulation import sharded_parameter, simulated
+from simulation import sharded_parameter, simulated
 
 
 def cuts(size: int, ranks: int) -> list[tuple[int, int]]:
