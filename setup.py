@@ -135,8 +135,6 @@ def plan_cuda(cxx: str) -> Engine:
         "quantize": (SOURCES / "cuda/quantize.cu", compile_kernels),
         "cast": (SOURCES / "cuda/cast.cu", compile_kernels),
         "collect": (SOURCES / "cuda/collect.cu", compile_kernels),
-        "swiglu": (SOURCES / "cuda/swiglu.cu", compile_kernels),
-        "rms_norm": (SOURCES / "cuda/rms_norm.cu", compile_kernels),
         "compare": (SOURCES / "cuda/compare.cu", compile_kernels),
         "normalize": (SOURCES / "cuda/normalize.cu", compile_kernels),
         "product": (SOURCES / "cuda/product.cu", [nvcc, f"-ccbin={cxx}", *NVCC_FLAGS, *codes_of_products(archs)]),

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +35,8 @@ from fused_optim.quantized import (
     GroupedLinear,
     Recipe,
     quantize_model_,
-    rms_norm_linear,
-    swiglu_mlp,
 )
-from fused_optim.quantized.compute import casts, delayed, measured, products, rms_norm
+from fused_optim.quantized.compute import casts, delayed, measured, products
 from fused_optim.quantized.compute.casts import Codes
 from fused_optim.quantized.recipes import ProductFormat
 from step import machine, synchronize, write
@@ -66,10 +64,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 class Block(nn.Module):
-    """``linear(inputs, outputs)`` makes its layers. ``fused``: the layers around SwiGLU run as one operation, or with
-    norms all that follows a norm does."""
-
-    fused: Literal["no", "mlp", "norms"] = "no"
+    """``linear(inputs, outputs)`` makes its layers."""
 
     def __init__(self, width: int, hidden: int, linear: Callable[[int, int], nn.Module]) -> None:
         super().__init__()
@@ -78,15 +73,8 @@ class Block(nn.Module):
         self.gate, self.up, self.down = linear(width, hidden), linear(width, hidden), linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fused == "norms":
-            x, queries = rms_norm_linear(x, self.first_norm, self.query)
-            return swiglu_mlp(
-                x + self.out(queries), self.gate, self.up, self.down, norm=self.second_norm, residual=True
-            )
         x = x + self.out(self.query(self.first_norm(x)))
         y = self.second_norm(x)
-        if self.fused == "mlp":
-            return x + swiglu_mlp(y, self.gate, self.up, self.down)
         return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
 
 
@@ -115,14 +103,8 @@ def stack(args: argparse.Namespace, linear: Callable[[int, int], nn.Module] = pl
         return nn.Sequential(*blocks).bfloat16()
 
 
-def ours(recipe: Recipe, fused: Literal["no", "mlp", "norms"] = "no") -> Callable[[argparse.Namespace], nn.Module]:
-    def build(args: argparse.Namespace) -> nn.Module:
-        model = quantize_model_(stack(args), recipe, keep_initial=False)
-        for block in model:
-            block.fused = fused
-        return model
-
-    return build
+def ours(recipe: Recipe) -> Callable[[argparse.Namespace], nn.Module]:
+    return lambda args: quantize_model_(stack(args), recipe, keep_initial=False)
 
 
 def torchao_contenders() -> Iterator[Contender]:
@@ -171,9 +153,6 @@ def contenders() -> Iterator[Contender]:
         yield Contender("FP8 weights, decoded", ours(DECODED), compiled)
         for name, recipe in RECIPES.items():
             yield Contender(name, ours(recipe), compiled)
-            if recipe.products is not None and recipe.products.weight_gradients and not recipe.keeps_weights:
-                yield Contender(f"{name}, fused", ours(recipe, "mlp"), compiled)
-                yield Contender(f"{name}, fused with norms", ours(recipe, "norms"), compiled)
     for package, peers in PEERS.items():
         if importlib.util.find_spec(package) is None:
             print(f"skipped: {package} is not installed")
@@ -184,14 +163,14 @@ def contenders() -> Iterator[Contender]:
             print(f"skipped: {package}: {error}")
 
 
-DELAYED_NAME = "FP8, one scale, all delayed, fast gradients, fused with norms"
+DELAYED_NAME = "FP8, one scale, all delayed, fast gradients"
 PRODUCTS_NAME = "FP8 products alone, one scale, fast"
 TABLE = (  # of peers, in the order in which they are measured
     f"{PRODUCTS_NAME}, eager",
     *(f"{DELAYED_NAME}, {way}" for way in ("compiled", "eager")),
-    *(f"FP8, one scale, fused with norms, {way}" for way in ("compiled", "eager")),
-    *(f"FP8, rows, fused with norms, {way}" for way in ("compiled", "eager")),
-    *(f"FP8, blocks, tiles, fused with norms, {way}" for way in ("compiled", "eager")),
+    *(f"FP8, one scale, {way}" for way in ("compiled", "eager")),
+    *(f"FP8, rows, {way}" for way in ("compiled", "eager")),
+    *(f"FP8, blocks, tiles, {way}" for way in ("compiled", "eager")),
     *(
         f"TransformerEngine {recipe}, eager"
         for recipe in ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling")
@@ -474,7 +453,6 @@ def measure_casts(args: argparse.Namespace, device: torch.device) -> list[dict[s
             "blocks and tiles": (lambda x=x: casts.cast_blocks(x, e4m3, False, True, True, True), 4),
             "one scale, both, FP16": (lambda x=half: casts.cast_tensor(x, None, e5m2, True, True), 6),
             "rows, both, FP16": (lambda x=half: casts.cast_rows(x, e4m3, True, True), 6),
-            **{f"RMSNorm, {name}": (run, 6) for name, run in norms_of(x)},
         }
         for name, (run, bytes_per_element) in runs.items():
             run()
@@ -483,15 +461,6 @@ def measure_casts(args: argparse.Namespace, device: torch.device) -> list[dict[s
             rows.append({"cast": name, "shape": (m, n), "ms": ms, "share_of_copy": share})
             print(f"{name:<24}{m:>8} x {n:<8}{ms:>10.4f} ms{share:>10.1%}", flush=True)
     return rows
-
-
-def norms_of(x: Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """RMSNorm of a matrix with both casts: it is read twice, since a pass finds what rows, and scales, need."""
-    weight = torch.ones(x.shape[1], device=x.device).bfloat16()
-    for name in ("one scale", "rows", "blocks"):
-        format = RECIPES[f"FP8, {name}"].products
-        assert format is not None
-        yield name, lambda format=format: rms_norm.cast_normed(x, weight, 1e-5, format, None)
 
 
 def measure_sizes(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:

@@ -95,8 +95,7 @@ def casts_ms(timer: Timer, weights: list[QuantizedTensor], steps: int, columns: 
 
 def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
     timer = Timer(device)
-    recipe = RECIPES[DELAYED_NAME.removesuffix(", fused with norms")]
-    runner = Runner(Contender(DELAYED_NAME, ours(recipe, "norms"), compiled=False), args, device)
+    runner = Runner(Contender(DELAYED_NAME, ours(RECIPES[DELAYED_NAME]), compiled=False), args, device)
     weights = weights_of(runner.model)
     kept = KeptTransposes(weights)
     yield {"name": "weights", "count": len(weights), "codes_bytes": kept.bytes}

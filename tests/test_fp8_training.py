@@ -38,9 +38,7 @@ def test_the_table_has_ours_and_all_peers(monkeypatch: pytest.MonkeyPatch) -> No
     assert [label.split(",")[0].split()[0] for label in fp8_training.TABLE] == [
         *["FP8"] * 9, *["TransformerEngine"] * 3, *["torchao"] * 3, *["BF16"] * 2
     ]  # fmt: skip
-    assert {"FP8, rows, fused with norms, compiled", "BF16, compiled", *(f"{name}, eager" for name in te)} <= {
-        *fp8_training.TABLE
-    }
+    assert {"FP8, rows, compiled", "BF16, compiled", *(f"{name}, eager" for name in te)} <= {*fp8_training.TABLE}
 
 
 def test_each_row_is_written_as_it_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -81,7 +79,7 @@ def test_kept_transposes_change_no_bit_and_are_not_made_again(monkeypatch: pytes
     monkeypatch.setattr(casts, "transpose", lambda *args: (counted.append(1), transpose(*args))[1])
     monkeypatch.setattr(sys, "argv", ["benchmark", *TINY])
     args = fp8_training.parse_args()
-    model = fp8_training.ours(fp8_training.RECIPES["FP8, one scale"], "norms")(args)
+    model = fp8_training.ours(fp8_training.RECIPES["FP8, one scale"])(args)
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
     kept, found = fp8_transposes.KeptTransposes(fp8_transposes.weights_of(model)), []
     kept.make()

@@ -32,58 +32,8 @@ struct Cast {
     bool tiles = false;         // of blocks: the transpose has scales of 128 x 128
     uint64_t history = 0;       // of delayed scales: the scale, then the largest magnitudes of the last casts
     uint32_t remembered = 0;    // how many
-    bool half = false;          // see `values`; not where these are computed
+    bool half = false;          // see `values`
     bool backwards = false;     // the CUDA engine goes from the end to the start
-};
-
-// How codes are scaled.
-#define FUSED_OPTIM_CAST_SCALINGS(ROW)                         \
-    ROW(kTensor, "TENSOR")   /* one scale, measured */         \
-    ROW(kDelayed, "DELAYED") /* one scale, of earlier casts */ \
-    ROW(kRow, "ROW")         /* one per row, and per column */ \
-    ROW(kBlock, "BLOCK")     /* one per 128 elements of either */
-FUSED_OPTIM_ENUM(CastScaling, FUSED_OPTIM_CAST_SCALINGS);
-
-// silu(gate) * up, cast on the way; with a `gradient` of that those of gate and up, in this order. Computed in FP32 and
-// rounded to BF16, as fused_optim/quantized/compute/swiglu.py defines it. `values` of the results are not read. Their
-// `absmax` lie one after the other.
-struct SwiGLU {
-    Cast results[2];
-    uint64_t gradient;
-    uint64_t gate;
-    uint64_t up;
-};
-
-// RMSNorm, x * rstd * weight with rstd = 1 / sqrt(mean(x * x) + eps) of each row, cast on the way. Computed in FP32 and
-// rounded to BF16, as fused_optim/quantized/compute/rms_norm.py defines it.
-struct RMSNorm {
-    Cast
-        result;  // `values` are x; with scales of rows, `absmax` has room for norm_parts(rows) * columns / 2 words more
-    uint64_t weight;
-    uint64_t rstd;  // FP32
-    float eps;
-    bool measured;  // rstd is there already, and nothing else is to be measured
-};
-
-constexpr uint32_t kNormGradients = 3;
-constexpr uint32_t kNormColumns = 16384;  // at most
-constexpr uint32_t kNormParts = 512;      // of rows, at most, each of them with a result of its own for each column
-
-FUSED_OPTIM_HD uint64_t norm_parts(uint64_t rows) { return rows < kNormParts ? rows : kNormParts; }
-
-// Its gradients. `gradients` are those of its results, which are summed up, 0 after the last one; `addend` is another
-// gradient of x, or 0. FP32 but for what is read and written, which is BF16.
-struct RMSNormGradient {
-    uint64_t gradients[kNormGradients];
-    uint64_t addend;
-    uint64_t x;
-    uint64_t weight;
-    uint64_t rstd;
-    uint64_t of_x;
-    uint64_t of_weight;
-    uint64_t parts;  // FP32: room for norm_parts(rows) gradients of the weight
-    uint64_t rows;
-    uint64_t columns;
 };
 
 // E5M2: five bits of exponent, two of the mantissa. For magnitudes below 61440, which the largest code's are rounded
@@ -157,12 +107,7 @@ void cast_tensor_cuda(const Cast& cast, CastFormat format, bool measured, int de
 void cast_delayed_cuda(const Cast& cast, CastFormat format, int device, uint64_t stream);
 void cast_rows_cuda(const Cast& cast, CastFormat format, int device, uint64_t stream);
 void cast_blocks_cuda(const Cast& cast, CastFormat format, int device, uint64_t stream);
-void swiglu_cuda(const SwiGLU& work, CastFormat format, CastScaling scaling, int device, uint64_t stream);
-void rms_norm_cuda(const RMSNorm& work, CastFormat format, CastScaling scaling, int device, uint64_t stream);
-void rms_norm_backward_cuda(const RMSNormGradient& work, int device, uint64_t stream);
 void transpose_cuda(const Cast& cast, int device, uint64_t stream);
 void load_cast_kernels(int device);
-void load_swiglu_kernels(int device);
-void load_rms_norm_kernels(int device);
 
 }  // namespace fused_optim

@@ -286,57 +286,6 @@ class CudaEngine(Engine, Protocol):
 
     def mark_differences(self, rows: list[tuple[int, int, int, int, int]], *, device: int, stream: int) -> None: ...
     def has_products(self, device: int) -> bool: ...
-    def swiglu(
-        self,
-        *,
-        gradient: int,
-        gate: int,
-        up: int,
-        results: list[tuple[int, int, int, int, int]],
-        absmax: int,
-        remembered: int,
-        rows: int,
-        columns: int,
-        format: int,
-        scaling: int,
-        power_of_two: bool,
-        tiles: bool,
-        **where: int,
-    ) -> None: ...
-    def rms_norm(
-        self,
-        *,
-        x: int,
-        weight: int,
-        rstd: int,
-        eps: float,
-        measured: bool,
-        result: tuple[int, int, int, int, int],
-        absmax: int,
-        remembered: int,
-        rows: int,
-        columns: int,
-        format: int,
-        scaling: int,
-        power_of_two: bool,
-        tiles: bool,
-        **where: int,
-    ) -> None: ...
-    def rms_norm_backward(
-        self,
-        *,
-        gradients: list[int],
-        addend: int,
-        x: int,
-        weight: int,
-        rstd: int,
-        of_x: int,
-        of_weight: int,
-        parts: int,
-        rows: int,
-        columns: int,
-        **where: int,
-    ) -> None: ...
     def matrix_products(self, products: list[tuple[int | float, ...]], **where: int) -> None: ...
     def normalize(
         self,

@@ -59,15 +59,6 @@ class CastFormat(enum.IntEnum):
     E5M2 = 1
 
 
-class CastScaling(enum.IntEnum):
-    """How codes are scaled, as the engines number it."""
-
-    TENSOR = 0
-    DELAYED = 1
-    ROW = 2
-    BLOCK = 3
-
-
 _LARGEST = {CastFormat.E4M3: 448.0, CastFormat.E5M2: 57344.0}
 
 
@@ -82,7 +73,7 @@ def tables() -> dict[str, Rows]:
         "Rule": tuple((rule.name, *STATE_KINDS[rule]) for rule in Rule),
         "CachedShard": tuple((name,) for name in CachedShard._fields),
         "CastFormat": tuple((kind.name, _LARGEST[kind]) for kind in CastFormat),
-        **{kind.__name__: tuple((each.name,) for each in kind) for kind in (WeightFormat, ScaleStage, CastScaling)},
+        **{kind.__name__: tuple((each.name,) for each in kind) for kind in (WeightFormat, ScaleStage)},
     }
 
 

@@ -1,6 +1,7 @@
 """Weights that are quantized themselves: tensors, recipes, and models made of them."""
 
 import sys
+from typing import NoReturn
 
 from fused_optim.quantized.compute import (
     GroupedLinear,
@@ -8,8 +9,6 @@ from fused_optim.quantized.compute import (
     grouped,
     grouped_linear,
     linear,
-    rms_norm_linear,
-    swiglu_mlp,
 )
 from fused_optim.quantized.files import (
     load_quantized_safetensors,
@@ -59,12 +58,21 @@ __all__ = [
     "plain_state_dict",
     "quantize_model_",
     "quantized_model_init",
-    "rms_norm_linear",
     "save_pretrained_as",
     "save_quantized_safetensors",
-    "swiglu_mlp",
     "write_plain_weights",
 ]
 
 # Where pickled models and filters of earlier versions look for what these modules define.
 sys.modules.update({f"{__name__}.{of.__name__.rpartition('.')[2]}": of for of in (grouped, init, linear, selection)})
+
+_REMOVED = {
+    "rms_norm_linear": "y = norm(x), then layer(y) for each layer",
+    "swiglu_mlp": "x + down(silu(gate(y)) * up(y)) with y = norm(x), without norm or x where it had none",
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in _REMOVED:  # an AttributeError would not be shown by "from fused_optim.quantized import ..."
+        raise ImportError(f"fused_optim.quantized.{name} was removed: write {_REMOVED[name]}; products stay in FP8")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,16 +11,12 @@ from torch import Tensor, nn
 from fused_optim.quantized import (
     Float8BlockScaling,
     Float8CurrentScaling,
-    Float8DelayedScaling,
     GroupedLinear,
     QuantizedTensor,
     Recipe,
     quantize_model_,
-    rms_norm_linear,
-    swiglu_mlp,
 )
 from fused_optim.quantized.compute import casts, products
-from fused_optim.quantized.compute.linear import QuantizedLinear
 from fused_optim.quantized.compute.usage import unsupported_reasons
 from product_cases import DECODED, RECIPES, Reference, matrix, results, sums
 
@@ -114,51 +110,13 @@ def test_gradients_that_overflow_are_not_hidden(device: str) -> None:
     assert found["weight"].isinf().any() and not found["output"].isinf().any()
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.query = nn.RMSNorm(128), nn.Linear(128, 128, bias=False)
-        self.gate, self.up = nn.Linear(128, 256, bias=False), nn.Linear(128, 256, bias=False)
-        self.down = nn.Linear(256, 128, bias=False)
-        self.fused = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fused:
-            x, query = rms_norm_linear(x, self.norm, self.query)
-            return swiglu_mlp(query, self.gate, self.up, self.down)
-        y = self.query(self.norm(x))
-        return self.down(nn.functional.silu(self.gate(y)) * self.up(y))
-
-
-FUSED: dict[str, Recipe] = {
-    "one scale": Float8CurrentScaling(compute="fp8"),
-    "kept": Float8CurrentScaling(compute="fp8", keep_weights=True),
-    "delayed": Float8DelayedScaling(compute="fp8", activation_scaling="delayed"),
-    "rows": Float8CurrentScaling(compute="fp8", activation_scaling="row", weight_gradients="fp8"),
-    "blocks": Float8BlockScaling(compute="fp8"),
-}
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_fused_layers_are_those_of_the_layers(name: str, device: str) -> None:
-    """But for one rounding less of SwiGLU, which may change a code."""
-    recipe, on = FUSED[name], torch.device(device, 0)
-    if products.device_unsupported_reason(on, recipe.products) or products.dtype_unsupported_reason(
-        HALF, on, recipe.products
-    ):
-        pytest.skip("not on this GPU")
-    found = []
-    for fused in (True, False):
-        torch.manual_seed(0)
-        block = quantize_model_(Block().half().to(device), recipe)
-        block.fused = fused
-        for _ in range(2):  # delayed scales have begun
-            passes = results(block, matrix(256, 128).half(), matrix(256, 128, seed=2).half())
-        assert isinstance(block.gate, QuantizedLinear)
-        found.append(passes)
-    for key, value in found[0].items():
-        exact = found[1][key].float()
-        assert value.dtype == HALF and (value.float() - exact).norm() <= 2.0**-3 * exact.norm(), key
+def test_kept_weights_compute_as_quantized_ones(device: str) -> None:
+    kept = Float8CurrentScaling(compute="fp8", keep_weights=True)
+    if products.device_unsupported_reason(torch.device(device, 0), kept.products) is not None:
+        pytest.skip("no GPU with FP8")
+    found, expected = (results(layer_of(each, device), *operands()) for each in (kept, RECIPES["tensor"]))
+    for key, value in found.items():
+        assert value.dtype == HALF and torch.equal(value, expected[key]), key
 
 
 def reasons() -> Iterator[tuple[str, Recipe, torch.dtype, torch.device, str | None]]:
@@ -198,7 +156,7 @@ def test_scales_per_row_in_half_are_those_of_cublas(
 
 def test_experts_are_decoded(device: str) -> None:
     torch.manual_seed(0)
-    layer = quantize_model_(GroupedLinear(2, 128, 128, device, HALF), FUSED["one scale"], lambda *_: True)
+    layer = quantize_model_(GroupedLinear(2, 128, 128, device, HALF), RECIPES["tensor"], lambda *_: True)
     assert "grouped products in FP8 have outputs in bfloat16 alone" in str(unsupported_reasons(layer.weight)["output"])
 
 

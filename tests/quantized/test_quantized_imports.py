@@ -254,3 +254,11 @@ for path in sys.argv[1:]:
 """,
         *(WRITTEN, tmp_path / "new.pt"),
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"), [("rms_norm_linear", r"layer\(y\)"), ("swiglu_mlp", r"silu\(gate\(y\)\)")]
+)
+def test_removed_functions_say_what_to_write_instead(name: str, instead: str) -> None:
+    with pytest.raises(ImportError, match=rf"quantized\.{name} was removed: write .*{instead}"):
+        exec(f"from fused_optim.quantized import {name}")

@@ -18,8 +18,6 @@ from fused_optim.quantized import (
     MXFP8BlockScaling,
     Recipe,
     quantize_model_,
-    rms_norm_linear,
-    swiglu_mlp,
 )
 from fused_optim.quantized.compute import products
 from fused_optim.quantized.compute.casts import Codes
@@ -37,30 +35,14 @@ RECIPES: dict[str, Recipe] = {
 ROWS, WIDTH = 256, 128
 
 
-class Layers(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
+class Linear(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
         self.norm = nn.RMSNorm(WIDTH)
 
-
-class Linear(Layers):
     def forward(self, x: Tensor) -> Tensor:
         return self.third(self.second(self.first(self.norm(x))))
-
-
-class MLP(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        return swiglu_mlp(x, self.first, self.second, self.third, norm=self.norm, residual=True)
-
-
-class NormLinear(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        x, a, b = rms_norm_linear(x, self.norm, self.first, self.second)
-        return x + self.third(a * b)
 
 
 class Experts(nn.Module):
@@ -72,9 +54,7 @@ class Experts(nn.Module):
         return self.experts(x, torch.tensor([ROWS // 2, ROWS], dtype=torch.int32, device=x.device))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "linear": Linear, "MLP": MLP, "norm and linear": NormLinear, "experts": Experts,
-}  # fmt: skip
+MODELS: dict[str, Callable[[], nn.Module]] = {"linear": Linear, "experts": Experts}
 
 
 def gradients(model: nn.Module, x: Tensor, hooks: AbstractContextManager[object]) -> list[Tensor]:

@@ -90,8 +90,6 @@ void load_kernels(int rule, int device) {
     load_norm_kernels(device);
     load_quantize_kernels(device);
     load_cast_kernels(device);
-    load_swiglu_kernels(device);
-    load_rms_norm_kernels(device);
     load_product_kernels(device);
     load_normalize_kernels(device);
 }
@@ -208,7 +206,6 @@ py::dict tables() {
         {"WeightFormat", {FUSED_OPTIM_WEIGHT_FORMATS(FUSED_OPTIM_TUPLE)}},
         {"ScaleStage", {FUSED_OPTIM_SCALE_STAGES(FUSED_OPTIM_TUPLE)}},
         {"CastFormat", {FUSED_OPTIM_CAST_FORMATS(FUSED_OPTIM_TUPLE)}},
-        {"CastScaling", {FUSED_OPTIM_CAST_SCALINGS(FUSED_OPTIM_TUPLE)}},
     };
     py::dict found;
     for (const auto& [name, rows] : all) found[name] = py::tuple(py::cast(rows));

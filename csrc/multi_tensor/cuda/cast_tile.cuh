@@ -25,29 +25,17 @@ static_assert(kWarps * (kWarp / kLanesPerRow) * kRowsPerLane == kTileSize && kLa
                   kTileSize == kCastBlock,
               "threads fill a tile, which is a block high and wide");
 
-// Pairs of 16-bit values in a word; where nothing is said, BF16.
 constexpr uint32_t kPairMagnitude = 0x7FFF7FFFu;
-__device__ __forceinline__ float low_value(uint32_t pair) { return bits_float(pair << 16); }
-__device__ __forceinline__ float high_value(uint32_t pair) { return bits_float(pair & 0xFFFF0000u); }
 
-__device__ __forceinline__ uint32_t rounded_pair(float low, float high) {
-    uint32_t pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
-// The larger magnitudes, and NaN for NaN.
-__device__ __forceinline__ uint32_t larger_pair(uint32_t a, uint32_t b) {
-    uint32_t result;
-    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a & kPairMagnitude), "r"(b & kPairMagnitude));
-    return result;
-}
-
-// What the kernels know of a dtype.
+// What the kernels know of a dtype: pairs of 16-bit values in a word. larger(): the larger magnitudes, and NaN for NaN.
 struct BF16Pairs {
-    __device__ __forceinline__ static float low(uint32_t pair) { return low_value(pair); }
-    __device__ __forceinline__ static float high(uint32_t pair) { return high_value(pair); }
-    __device__ __forceinline__ static uint32_t larger(uint32_t a, uint32_t b) { return larger_pair(a, b); }
+    __device__ __forceinline__ static float low(uint32_t pair) { return bits_float(pair << 16); }
+    __device__ __forceinline__ static float high(uint32_t pair) { return bits_float(pair & 0xFFFF0000u); }
+    __device__ __forceinline__ static uint32_t larger(uint32_t a, uint32_t b) {
+        uint32_t result;
+        asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a & kPairMagnitude), "r"(b & kPairMagnitude));
+        return result;
+    }
 };
 
 struct FP16Pairs {
@@ -65,15 +53,15 @@ struct FP16Pairs {
 };
 
 // The bits of magnitudes as FP32 numbers, which compare as integers.
-template <class Pairs = BF16Pairs>
+template <class Pairs>
 __device__ __forceinline__ uint32_t low_magnitude(uint32_t pair) {
     return float_bits(Pairs::low(pair)) & kMagnitude;
 }
-template <class Pairs = BF16Pairs>
+template <class Pairs>
 __device__ __forceinline__ uint32_t high_magnitude(uint32_t pair) {
     return float_bits(Pairs::high(pair)) & kMagnitude;
 }
-template <class Pairs = BF16Pairs>
+template <class Pairs>
 __device__ __forceinline__ uint32_t larger_of(uint32_t pair) {
     return max(low_magnitude<Pairs>(pair), high_magnitude<Pairs>(pair));
 }
@@ -186,16 +174,13 @@ template <class Pairs>
 struct ValuesOf {
     uint32_t pairs[kRowsPerLane][kPairs];
 
-    ValuesOf() = default;
-    __device__ __forceinline__ ValuesOf(const Cast& cast, const Place& place) : ValuesOf(cast, place, cast.values) {}
-    // Of another matrix of this shape, at `values`.
-    __device__ __forceinline__ ValuesOf(const Cast& cast, const Place& place, uint64_t values) {
+    __device__ __forceinline__ ValuesOf(const Cast& cast, const Place& place) {
 #pragma unroll
         for (uint32_t i = 0; i < kRowsPerLane; ++i) {
 #pragma unroll
             for (uint32_t half = 0; half < 2; ++half) {
                 const uint64_t row = place.first_row() + i, column = column_of(place, half);
-                const uint64_t address = values + (row * cast.columns + column) * 2;
+                const uint64_t address = cast.values + (row * cast.columns + column) * 2;
                 const bool inside = row < cast.rows && column < cast.columns;
                 const uint4 packet = inside ? *reinterpret_cast<const uint4*>(address) : uint4{};
                 reinterpret_cast<uint4*>(pairs[i])[half] = packet;
@@ -213,7 +198,6 @@ struct ValuesOf {
         return place.column + half * (kTileSize / 2) + place.lane * kPacket;
     }
 };
-using Values = ValuesOf<BF16Pairs>;
 
 template <CastFormat format, class Pairs>
 __device__ __forceinline__ void encode_rows(const Cast& cast, const Place& place, const ValuesOf<Pairs>& values,

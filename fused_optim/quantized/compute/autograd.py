@@ -9,18 +9,11 @@ from torch.autograd import forward_ad
 
 def as_autocast_wants(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operands of a product as autocast casts those of ``nn.functional.linear``; a quantized weight as a view."""
-    dtype = autocast_dtype(x)
-    if dtype is None:
-        return x, weight, bias
-    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What :func:`as_autocast_wants` casts to, if it does."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype == torch.float64:
-        return None
-    return torch.get_autocast_dtype(kind)
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def is_transformed() -> bool:

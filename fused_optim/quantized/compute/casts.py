@@ -291,24 +291,24 @@ def _matrix(x: Tensor) -> dict[str, Any]:
     return {"values": x.data_ptr(), "rows": m, "columns": n, "half": x.dtype == torch.float16, **run_on(x.device)}
 
 
-def room(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _room(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return x.new_empty(shape, dtype=dtype)  # cheaper for the host than torch.empty(device=)
 
 
-def room_of_tensor(
+def _room_of_tensor(
     x: Tensor, absmax: Tensor | None, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     m, n = x.shape
     return (
-        room(x, (m, n), dtype) if rows else None,
-        room(x, (n, m), dtype) if columns else None,
-        room(x, (1,), torch.float32),
+        _room(x, (m, n), dtype) if rows else None,
+        _room(x, (n, m), dtype) if columns else None,
+        _room(x, (1,), torch.float32),
     )
 
 
 @operator(
     "fp8_cast_tensor(Tensor x, Tensor? absmax, ScalarType dtype, bool rows, bool columns) -> (Tensor, Tensor, Tensor)",
-    room_of_tensor,
+    _room_of_tensor,
 )
 def cast_tensor(
     x: Tensor, absmax: Tensor | None, dtype: torch.dtype, rows: bool, columns: bool
@@ -321,7 +321,7 @@ def cast_tensor(
     if engine is None:
         codes, scale = _cast_tensor(x, absmax, dtype)
         return codes if rows else None, codes.t().contiguous() if columns else None, scale
-    data, transposed_data, scale = room_of_tensor(x, absmax, dtype, rows, columns)
+    data, transposed_data, scale = _room_of_tensor(x, absmax, dtype, rows, columns)
     largest = torch.empty_like(scale) if absmax is None else absmax
     engine.cast_tensor(
         **_matrix(x),
@@ -338,7 +338,7 @@ def cast_tensor(
 def _room_of_delayed(
     x: Tensor, history: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    return room_of_tensor(x, None, dtype, rows, columns)
+    return _room_of_tensor(x, None, dtype, rows, columns)
 
 
 @operator(
@@ -354,8 +354,8 @@ def cast_delayed(
     if engine is None:
         codes, scale = _cast_delayed(x, history, dtype)
         return codes if rows else None, codes.t().contiguous() if columns else None, scale
-    data, transposed_data, scale = room_of_tensor(x, None, dtype, rows, columns)
-    absmax = room(x, (2,), torch.float32)
+    data, transposed_data, scale = _room_of_tensor(x, None, dtype, rows, columns)
+    absmax = _room(x, (2,), torch.float32)
     engine.cast_delayed(
         **_matrix(x),
         codes=address(data),
@@ -369,19 +369,19 @@ def cast_delayed(
     return data, transposed_data, scale
 
 
-def room_of_rows(
+def _room_of_rows(
     x: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     m, n = x.shape
     return (
-        *((room(x, (m, n), dtype), room(x, (m, 1), torch.float32)) if rows else (None, None)),
-        *((room(x, (n, m), dtype), room(x, (n, 1), torch.float32)) if columns else (None, None)),
+        *((_room(x, (m, n), dtype), _room(x, (m, 1), torch.float32)) if rows else (None, None)),
+        *((_room(x, (n, m), dtype), _room(x, (n, 1), torch.float32)) if columns else (None, None)),
     )
 
 
 @operator(
     "fp8_cast_rows(Tensor x, ScalarType dtype, bool rows, bool columns) -> (Tensor, Tensor, Tensor, Tensor)",
-    room_of_rows,
+    _room_of_rows,
 )
 def cast_rows(
     x: Tensor, dtype: torch.dtype, rows: bool, columns: bool
@@ -393,8 +393,8 @@ def cast_rows(
             *(_cast_rows(x, dtype) if rows else (None, None)),
             *(_cast_rows(x.t().contiguous(), dtype) if columns else (None, None)),
         )
-    data, scale, transposed_data, transposed_scale = room_of_rows(x, dtype, rows, columns)
-    absmax = room(x, (sum(x.shape),), torch.float32) if columns else None
+    data, scale, transposed_data, transposed_scale = _room_of_rows(x, dtype, rows, columns)
+    absmax = _room(x, (sum(x.shape),), torch.float32) if columns else None
     engine.cast_rows(
         **_matrix(x),
         codes=address(data),
@@ -407,21 +407,21 @@ def cast_rows(
     return data, scale, transposed_data, transposed_scale
 
 
-def room_of_blocks(
+def _room_of_blocks(
     x: Tensor, dtype: torch.dtype, power_of_two: bool, tiles: bool, rows: bool, columns: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     m, n = x.shape
     of_columns = (-(-n // BLOCK), m // BLOCK) if tiles else (m // BLOCK, n)
     return (
-        *((room(x, (m, n), dtype), room(x, (n // BLOCK, m), torch.float32)) if rows else (None, None)),
-        *((room(x, (n, m), dtype), room(x, of_columns, torch.float32)) if columns else (None, None)),
+        *((_room(x, (m, n), dtype), _room(x, (n // BLOCK, m), torch.float32)) if rows else (None, None)),
+        *((_room(x, (n, m), dtype), _room(x, of_columns, torch.float32)) if columns else (None, None)),
     )
 
 
 @operator(
     "fp8_cast_blocks(Tensor x, ScalarType dtype, bool power_of_two, bool tiles, bool rows, bool columns)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    room_of_blocks,
+    _room_of_blocks,
 )
 def cast_blocks(
     x: Tensor, dtype: torch.dtype, power_of_two: bool, tiles: bool, rows: bool, columns: bool
@@ -434,7 +434,7 @@ def cast_blocks(
             *(_cast_blocks(x, dtype, power_of_two) if rows else (None, None)),
             *(_columns_of_blocks(x, dtype, power_of_two, tiles) if columns else (None, None)),
         )
-    data, scale, transposed_data, transposed_scale = room_of_blocks(x, dtype, power_of_two, tiles, rows, columns)
+    data, scale, transposed_data, transposed_scale = _room_of_blocks(x, dtype, power_of_two, tiles, rows, columns)
     engine.cast_blocks(
         **_matrix(x),
         codes=address(data),
@@ -450,7 +450,7 @@ def cast_blocks(
 
 def _room_of_transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
     m, n = codes.shape
-    return room(codes, (n, m), codes.dtype)
+    return _room(codes, (n, m), codes.dtype)
 
 
 @operator(
@@ -476,7 +476,7 @@ def transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
 def _room_of_columns_mxfp8(x: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
     m, n = x.shape
     block = AS_WEIGHTS["mxfp8"].block_shape[1]
-    return room(x, (n, m), torch.uint8), room(x, (n, -(-m // block)), torch.uint8)
+    return _room(x, (n, m), torch.uint8), _room(x, (n, -(-m // block)), torch.uint8)
 
 
 @operator(

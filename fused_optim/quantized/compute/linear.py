@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.nn.modules.module import _has_any_global_hook
 
 from fused_optim.quantized.compute import casts, products
 from fused_optim.quantized.compute.autograd import (
@@ -47,22 +46,10 @@ class QuantizedLinear(nn.Linear):
     delays = False  # whether it has them
     begins = True  # until a backward pass has filled them; compiled, until a forward pass has been traced
 
-    @property
-    def delays_now(self) -> bool:
-        return self.delays and self.training and torch.is_grad_enabled()
-
-    @property
-    def only_multiplies(self) -> bool:
-        """Whether calling it is no more than a product with its weight: hooks, its own and those of all modules, and a
-        forward() that somebody has replaced, may do anything."""
-        hooks = self._forward_pre_hooks, self._forward_hooks, self._backward_pre_hooks, self._backward_hooks
-        hooked = any(hooks) or _has_any_global_hook()
-        return self.bias is None and not hooked and "forward" not in self.__dict__
-
     def forward(self, input: Tensor) -> Tensor:
         compiles = torch.compiler.is_compiling()
         histories: tuple[Any, ...] = ()
-        if self.delays_now:
+        if self.delays and self.training and torch.is_grad_enabled():
             histories = self.activation_history, self.gradient_history, self.begins
             if compiles:
                 self.begins = False

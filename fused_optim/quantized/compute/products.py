@@ -178,18 +178,14 @@ def slower_reason(
 _known_products_in_fp8 = functools.lru_cache(maxsize=4096)(_products_in_fp8)
 
 
-def fits(x: Tensor, weight: QuantizedTensor | KeptWeight, dtype: torch.dtype | None = None) -> bool:
-    """Whether products of these tensors are considered at all. ``dtype``: what both are still to be cast to.
-
-    torch.jit.trace would not see what engines write.
-    """
+def fits(x: Tensor, weight: QuantizedTensor | KeptWeight) -> bool:
+    """Whether products of these tensors are considered at all. torch.jit.trace would not see what engines write."""
     if isinstance(x, QuantizedTensor) or x.numel() == 0 or torch.jit.is_tracing():
         return False
-    common = dtype or weight.dtype
-    if common not in OUTPUTS or (dtype or x.dtype) != common:
+    dtype, format = weight.dtype, weight.recipe.products
+    if dtype not in OUTPUTS or x.dtype != dtype:
         return False
-    format = weight.recipe.products
-    if format is None or (common == torch.float16 and dtype_unsupported_reason(common, weight.device, format)):
+    if format is None or (dtype == torch.float16 and dtype_unsupported_reason(dtype, weight.device, format)):
         return False
     # Plain values that were written and not quantized since have no codes, and tiles that begin elsewhere no products.
     return not isinstance(weight, QuantizedTensor) or (not weight.is_pending and weight.rows_before == 0)
