@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 ENGINE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 C_SOURCES := $(ENGINE_SOURCES) $(wildcard tests/*/*.cpp)
 
-.PHONY: demo test test-long test-gpu test-integrations test-torches test-newest-torch peer-suites bench lint format docs docs-check \
+.PHONY: demo test smoke test-long test-gpu test-integrations test-torches test-newest-torch peer-suites bench lint format docs docs-check \
     wheel wheels wheel-test release-check check-tag clean FORCE
 
 demo: $(VENV)/.installed
@@ -32,6 +32,17 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test: $(VENV)/.installed
 	$(PYTEST) -m 'not long and not cuda'
+
+# A case of each journey, in a minute: a step, clipping, Muon under FSDP2, saves and loads, quantized weights, published
+# changes, tools.
+SMOKE := tests/test_journeys.py tests/step/test_parity.py::test_option tests/step/test_clip.py::test_many_gradients \
+    tests/muon/test_muon_sharded.py::test_fsdp2_trains_as_one_process \
+    tests/checkpoint/test_checkpointer.py::test_loads_into_other_formats \
+    tests/quantized/test_quantized_fsdp.py::test_gathered_weights_are_the_shards_bit_for_bit \
+    tests/changes/test_sharded.py::test_what_ranks_hold_is_all_together tests/tools/test_inspector.py::test_the_page
+
+smoke: $(VENV)/.installed
+	$(BIN)/python -m pytest -q -m 'not long and not cuda' $(SMOKE)
 
 # Hypothesis marks its tests; the usual run tries half as many examples.
 test-long: export FUSED_OPTIM_TEST_KILLS ?= 5
