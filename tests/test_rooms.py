@@ -47,10 +47,7 @@ ROOMS = (
         "release",
     ),
     *(f"checkpoint.{room}" for room in ("storage", "reading", "writing")),
-    *(
-        f"checkpoint.{room}"
-        for room in ("termination", "collect", "extras", "random_states", "saves", "other_optimizer")
-    ),
+    *(f"checkpoint.{room}" for room in ("termination", "collect", "extras", "random_states", "saves")),
     *(f"checkpoint.{room}" for room in ("loads", "checkpointer", "__init__")),
     *("compat", "integrations", "__init__", "tools", "__main__"),
 )
@@ -551,10 +548,7 @@ RIGHT = {
     ),
     **{f"quantized/{room}/__init__": "" for room in ("recipes", "tensor", "compute", "adapters", "model", "files")},
     **{f"checkpoint/{room}/__init__": "" for room in ("storage", "reading", "writing")},
-    **{
-        f"checkpoint/{room}": ""
-        for room in ("termination", "collect", "extras", "random_states", "saves", "other_optimizer", "loads")
-    },
+    **{f"checkpoint/{room}": "" for room in ("termination", "collect", "extras", "random_states", "saves", "loads")},
     **{f"checkpoint/{room}": "" for room in ("checkpointer", "__init__")},
     **{f"{room}/__init__": "" for room in ("compat", "tools", "wire")},
     "__init__": """
