@@ -60,7 +60,7 @@ def main() -> None:
     started = time.perf_counter()
     most = torch.cuda.device_count() if torch.cuda.is_available() else max(RANKS)
     ranks, fewer, more = (min(number, most) for number in RANKS)
-    save_other = ("--checkpoints", str(other), "--checkpoint-every", str(FIRST_CHECKPOINT), "--saver", "dcp")
+    save_other = ("--checkpoints", str(other), "--checkpoint-every", str(FIRST_CHECKPOINT))
     save_first = ("--checkpoints", str(first), "--checkpoint-every", str(FIRST_CHECKPOINT))
     save_second = ("--checkpoints", str(second), "--checkpoint-every", str(SECOND_CHECKPOINT))
     stop = ("--stop-after", str(STOP))

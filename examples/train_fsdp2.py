@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
@@ -84,11 +84,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--data-seed", type=int, default=0)
     parser.add_argument("--checkpoints", type=Path, help="folder to write checkpoints to, while training goes on")
     parser.add_argument("--checkpoint-every", type=int, help="steps; by default half of them")
-    parser.add_argument("--saver", choices=("checkpointer", "dcp"), default="checkpointer", help="dcp: dcp.async_save")
     parser.add_argument("--stop-after", type=int, help="steps; by default all of them")
-    parser.add_argument(
-        "--resume", type=Path, help="folder of the checkpoints to continue from, that of --saver checkpointer"
-    )
+    parser.add_argument("--resume", type=Path, help="folder of the checkpoints to continue from; not of torch's AdamW")
     parser.add_argument("--metrics", type=Path, help="JSON file to write losses, times and sizes to")
     return parser.parse_args()
 
@@ -122,10 +119,10 @@ def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
     return model
 
 
-def build_optimizer(args: argparse.Namespace, model: nn.Module) -> Optimizer:
+def build_optimizer(args: argparse.Namespace, model: nn.Module) -> AdamW | FusedAdamW | FusedMuon:
     common: dict[str, Any] = {"lr": args.lr, "betas": BETAS, "weight_decay": args.weight_decay}
     if args.optimizer == "torch":
-        return torch.optim.AdamW(model.parameters(), **common)
+        return AdamW(model.parameters(), **common)
     moments = STATE_DTYPES[args.state_dtype]
     formats: dict[str, Any] = {
         "exp_avg_dtype": moments,
@@ -151,7 +148,7 @@ def build_scheduler(args: argparse.Namespace, optimizer: Optimizer) -> LambdaLR:
 
 
 class AsyncSaver:
-    """``dcp.async_save`` as it comes, to compare with."""
+    """``dcp.async_save`` as it comes, of torch.optim.AdamW, to compare with."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, folder: Path, every: int) -> None:
         self.model, self.optimizer, self.folder, self.every = model, optimizer, folder, every
@@ -177,18 +174,20 @@ class AsyncSaver:
 
 
 def build_saver(
-    args: argparse.Namespace, model: nn.Module, optimizer: Optimizer, scheduler: LambdaLR
+    args: argparse.Namespace, model: nn.Module, optimizer: AdamW | FusedAdamW | FusedMuon, scheduler: LambdaLR
 ) -> Checkpointer | AsyncSaver | None:
     every = args.checkpoint_every or args.steps // 2
     if args.checkpoints is None:
         return None
-    if args.saver == "dcp":
+    if isinstance(optimizer, AdamW):
         return AsyncSaver(model, optimizer, args.checkpoints, every)
     return Checkpointer(model, optimizer, args.checkpoints, extra={"scheduler": scheduler}, every=every)
 
 
-def resume(folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: LambdaLR) -> int:
+def resume(folder: Path, model: nn.Module, optimizer: AdamW | FusedAdamW | FusedMuon, scheduler: LambdaLR) -> int:
     """Loads the newest checkpoint into freshly built objects and returns the step to continue with."""
+    if isinstance(optimizer, AdamW):
+        sys.exit("--resume needs --optimizer fused or muon: a Checkpointer does not save torch.optim.AdamW")
     with Checkpointer(model, optimizer, folder, extra={"scheduler": scheduler}) as checkpointer:
         step = checkpointer.load_latest()
     if step is None:

@@ -18,7 +18,7 @@ torch_versions decorators optional wire roles formats rule sharding adapters mem
 quantized.recipes quantized.tensor quantized.compute quantized.adapters quantized.model quantized.files
 quantized.__init__ rebuild state step publishing optimizer adam lion muon muon_groups known_rules release
 checkpoint.storage checkpoint.reading checkpoint.writing checkpoint.termination checkpoint.collect checkpoint.extras
-checkpoint.random_states checkpoint.saves checkpoint.other_optimizer checkpoint.loads checkpoint.checkpointer
+checkpoint.random_states checkpoint.saves checkpoint.loads checkpoint.checkpointer
 checkpoint.__init__ compat integrations __init__ tools __main__
 """.split()  # noqa: SIM905
 

@@ -10,14 +10,13 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
-from fused_optim.checkpoint.collect import Collector
+from fused_optim.checkpoint.collect import Collector, check_ours
 from fused_optim.checkpoint.extras import Stateful, check_extra
 from fused_optim.checkpoint.loads import CheckpointReport, Compared, LoadOptions, Loads
 from fused_optim.checkpoint.random_states import RANDOM_STATES, RandomStates
@@ -27,7 +26,7 @@ from fused_optim.checkpoint.storage.damage import Damaged, is_damage
 from fused_optim.checkpoint.storage.directory import CheckpointDirectory, Found, have_rotated
 from fused_optim.checkpoint.storage.folders import LocalFolder, PathLike, folder_at
 from fused_optim.checkpoint.storage.garbage import without_collection
-from fused_optim.checkpoint.storage.retention import Retention, finite_metrics
+from fused_optim.checkpoint.storage.retention import Retention
 from fused_optim.checkpoint.termination import EXIT_STATUS, Termination
 from fused_optim.checkpoint.writing.background import outcome, watched
 from fused_optim.checkpoint.writing.staging import PinnedStager
@@ -46,6 +45,7 @@ from fused_optim.sharding.collective import (
 
 logger = logging.getLogger("fused_optim")
 
+_REMOVED = "copy a checkpoint that is to stay to another folder, or use keep_every"
 _UNDER_WAY = 2  # saves: one is written, another one copied
 _writers: weakref.WeakValueDictionary[str, Checkpointer] = weakref.WeakValueDictionary()  # by place, of this process
 
@@ -65,9 +65,8 @@ class Checkpointer:
     torch.distributed.checkpoint, ``step-00000100``, with its checksums and a manifest.
 
     Args:
-        model: its parameters, buffers and extra state are saved. Sharded in any way, but not by FSDP1 under an
-            optimizer of this package.
-        optimizer: one of this package, or one of torch.optim's, which loads what it has saved itself.
+        model: its parameters, buffers and extra state are saved. Sharded in any way, but not by FSDP1.
+        optimizer: one of this package. TypeError for others.
         folder: that all ranks see; a path, or what fsspec opens (``s3://...``). From the first save to :meth:`close`,
             or the end of the process, no other run saves there.
         random_states: the generators of Python, NumPy and torch are saved, too, each rank's own, as the extra
@@ -78,11 +77,8 @@ class Checkpointer:
             that were the same on all of them can be loaded.
         keep: how many of the newest checkpoints stay; None: all.
         keep_every: checkpoints of steps that are multiples of it stay, too.
-        keep_best: as do the best by a metric that :meth:`save` is given: ``("loss", 3)`` are the three smallest,
-            ``("accuracy", 3, "max")`` the three largest.
         every: :meth:`save` saves steps that are multiples of it; None: whenever it is called.
-        format: the form of the states of an optimizer of this package, "native" or "unscaled"; see
-            ``docs/checkpoints.md``. Either loads.
+        format: the form of the optimizer's states, "native" or "unscaled"; see ``docs/checkpoints.md``. Either loads.
         progress: the first rank prints a line for each checkpoint, to stderr.
         sigterm: SIGTERM, by which clusters announce that they take the machine away, lets the next :meth:`save` on all
             ranks save, wait for it and raise SystemExit(143). So call it after every step. Of several Checkpointers
@@ -100,21 +96,24 @@ class Checkpointer:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: ShardedOptimizer,
         folder: PathLike,
         *,
         extra: Mapping[str, Stateful] | None = None,
         keep: int | None = 3,
         keep_every: int | None = None,
-        keep_best: Sequence[Any] | None = None,
         every: int | None = None,
         format: CheckpointFormat = "native",
         progress: bool = False,
         sigterm: bool = True,
         readonly: bool = False,
         random_states: bool = False,
+        keep_best: None = None,
     ) -> None:
-        retention = Retention.of(keep, keep_every, keep_best)
+        check_ours(model, optimizer)
+        if keep_best is not None:
+            raise TypeError(f"keep_best was removed: {_REMOVED}")
+        retention = Retention.of(keep, keep_every)
         if format not in ("native", "unscaled"):
             raise ValueError(f"format: expected 'native' or 'unscaled', got {format!r}")
         self._extra = check_extra(extra or {})
@@ -143,8 +142,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="Checkpointer")
         self._saves: deque[Future[str | None]] = deque()
         self._readonly, self._is_closed = readonly, False
-        saved_form = format if isinstance(optimizer, ShardedOptimizer) else None
-        self._background = BackgroundSaves(self._directory, self._states, saved_form, self._writing_group, progress)
+        self._background = BackgroundSaves(self._directory, self._states, format, self._writing_group, progress)
         self._loads = Loads(model, optimizer, self._extra, self._states, self._group)
         self.report: CheckpointReport | None = None
         if self._termination is not None:
@@ -170,46 +168,34 @@ class Checkpointer:
 
         return self._thread.submit(plan)
 
-    def save(self, step: int, *, force: bool = False, metrics: Mapping[str, Any] | None = None) -> None:
+    def save(self, step: int, *, force: bool = False, metrics: None = None) -> None:
         """Start to save what there is after ``step`` steps, unless ``every`` says otherwise; ``force``: even then.
 
         Returns at once; if two saves are under way, when the first of them is done. What is saved is what there is now,
         also where the step was saved or loaded before: its number says nothing about that. The new checkpoint then
-        takes the place of the earlier one, once it is whole, with its own ``metrics``. Warns where masters are still to
-        start from initial values of quantized weights, which files do not hold: call ``optimizer.initialize_state()``
-        before. ``metrics``: numbers by name, for ``keep_best``; those of the first rank count, and what is not finite
-        is never the best.
+        takes the place of the earlier one, once it is whole. Warns where masters are still to start from initial values
+        of quantized weights, which files do not hold: call ``optimizer.initialize_state()`` before.
 
         Raises RuntimeError where an earlier save has failed, once this one was started, and SystemExit after a last
-        save where SIGTERM came. TypeError for metrics that are no numbers and, as ValueError, for what is no step;
-        ValueError where another Checkpointer of this process saves in the same folder.
+        save where SIGTERM came. TypeError or ValueError for what is no step; ValueError where another Checkpointer of
+        this process saves in the same folder.
         """
+        if metrics is not None:
+            raise TypeError(f"metrics were removed with keep_best: {_REMOVED}")
         step = whole_number("step", step, 0)
         self._claim()
         due = force or self._every is None or step % self._every == 0
         if not due and self._termination is None:
             return
-        numbers, problem = self._own_metrics(metrics)
-        ending, is_refused, failures = self._agree(step, problem is not None)
-        if is_refused:
-            failures.append(problem or "metrics: the first rank was given what are no numbers")
-            if not ending:
-                raise TypeError("; ".join(failures))
+        ending, failures = self._agree(step)
         if due or ending:
             while len(self._saves) >= _UNDER_WAY:
                 failures += self._finish_oldest()
-            self._start(step, numbers)
+            self._start(step)
         if ending:
             self._end(failures)
         elif failures:
             raise RuntimeError("; ".join(failures))
-
-    def _own_metrics(self, metrics: Mapping[str, Any] | None) -> tuple[dict[str, float], str | None]:
-        """Those that count here, and what is wrong with them, which the other ranks have to know."""
-        try:
-            return finite_metrics(metrics) if this_rank() == 0 else {}, None
-        except TypeError as error:
-            return {}, str(error)
 
     def _claim(self) -> None:
         if self._readonly:
@@ -220,26 +206,24 @@ class Checkpointer:
         if writer is not self:
             raise ValueError(f"another Checkpointer saves in {self._directory.folder}: give each a folder of its own")
 
-    def _agree(self, step: int, is_refused: bool) -> tuple[bool, bool, list[str]]:
-        """Whether some rank is to end, or was given what is refused.
+    def _agree(self, step: int) -> tuple[bool, list[str]]:
+        """Whether some rank is to end. Takes leave of saves that have ended on all ranks: what has failed of them.
 
-        Takes leave of saves that have ended on all ranks: what has failed of them. Raises ValueError for other steps on
-        other ranks.
+        Raises ValueError for other steps on other ranks.
         """
         asked, ended = False, sum(save.done() for save in self._saves)
         if self._termination is not None:
             self._termination.is_used = True
             asked = self._termination.asked and not self._termination.has_ended
         if self._group is not None and world_size() > 1:
-            flags = torch.tensor([int(asked), -ended, int(is_refused), step, -step], dtype=torch.int64)
+            flags = torch.tensor([int(asked), -ended, step, -step], dtype=torch.int64)
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
-            asked, ended, is_refused = bool(flags[0]), -int(flags[1]), bool(flags[2])
-            last, first = int(flags[3]), -int(flags[4])
+            asked, ended, last, first = bool(flags[0]), -int(flags[1]), int(flags[2]), -int(flags[3])
             if first != last:
                 raise ValueError(f"save({step}): ranks were given steps from {first} to {last}; all save the same one")
         if asked and self._termination is not None:
             self._termination.note()
-        return asked, is_refused, [failure for _ in range(ended) for failure in self._finish_oldest()]
+        return asked, [failure for _ in range(ended) for failure in self._finish_oldest()]
 
     def _end(self, earlier: list[str]) -> None:
         """The last save is under way. Raises SystemExit once no other Checkpointer is to make its own."""
@@ -250,7 +234,7 @@ class Checkpointer:
         if self._termination.end():
             raise SystemExit(EXIT_STATUS)
 
-    def _start(self, step: int, metrics: dict[str, float]) -> None:
+    def _start(self, step: int) -> None:
         staged: Future[dict[str, Any]] = Future()
         try:
             with without_collection():
@@ -258,7 +242,7 @@ class Checkpointer:
                 staged = self._stager.stage(self._collect())
         except Exception as error:  # the other ranks have to know
             staged.set_exception(error)
-        self._saves.append(watched(self._background.submit(self._thread, step, staged, metrics)))
+        self._saves.append(watched(self._background.submit(self._thread, step, staged)))
 
     def _collect(self) -> dict[str, Any]:
         extra = {name: value.state_dict() for name, value in self._extra.items()}
@@ -311,24 +295,13 @@ class Checkpointer:
             raise FileNotFoundError(f"{self._directory.folder} has no whole checkpoint of step {step}")
         return found
 
-    def pin(self, step: int) -> None:
-        """Let the checkpoint of a step stay, whatever is saved later, until :meth:`unpin`.
+    def pin(self, step: int) -> NoReturn:
+        """Removed."""
+        raise TypeError(f"pin was removed: {_REMOVED}")
 
-        Raises FileNotFoundError if there is none.
-        """
-        self._set_pinned(step, True)
-
-    def unpin(self, step: int) -> None:
-        """Let it go with the next save, if it need not stay."""
-        self._set_pinned(step, False)
-
-    def _set_pinned(self, step: int, pinned: bool) -> None:
-        self._claim()
-        self.wait()
-        found = self._find(step)
-        with on_all_ranks(f"pinning step {step} in {self._directory.folder}", group=self._group):
-            if this_rank() == 0:
-                self._directory.pin(found, pinned)
+    def unpin(self, step: int) -> NoReturn:
+        """Removed."""
+        raise TypeError(f"unpin was removed: remove the folder path({step}), which stays until then")
 
     def load_latest(
         self,
@@ -405,11 +378,10 @@ class Checkpointer:
             model_only: neither the optimizer nor extras.
             dry_run: compare only.
 
-        ``strict``, ``partial`` and ``rename`` are for optimizers of this package, or with ``model_only=True``. Code
-        that a checkpoint might hold is not run. Raises on every rank if it fails on one: FileNotFoundError if there is
-        no such checkpoint, ValueError if it is damaged, or of another model or kind of optimizer, naming what it lacks
-        and what it has beyond it. Nothing was changed then, but where reading the model fails after all was compared:
-        load again.
+        Code that a checkpoint might hold is not run. Raises on every rank if it fails on one: FileNotFoundError if
+        there is no such checkpoint, ValueError if it is damaged, or of another model or kind of optimizer, naming what
+        it lacks and what it has beyond it. Nothing was changed then, but where reading the model fails after all was
+        compared: load again.
         """
         options = self._options(without, Leeway.of(strict, partial, rename), model_only, dry_run)
         self.wait()

@@ -6,7 +6,6 @@ Names are looked up once: at every save that would take longer than all else tha
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.optim import Optimizer
 
 from fused_optim.checkpoint.reading.contents import ENTRIES
 from fused_optim.decorators import callers_level
@@ -33,51 +31,30 @@ NO_MASTERS = (
 )
 
 
-def kind_of(optimizer: Optimizer) -> str:
-    """What manifests call it: "adam", an update rule; "torch.optim.AdamW", a class that it is or is derived from."""
-    if isinstance(optimizer, ShardedOptimizer):
-        return rule_name(optimizer.rule)
-    classes = (each for each in type(optimizer).__mro__ if each.__module__.startswith("torch.optim."))
-    known = next(classes, Optimizer)
-    return type(optimizer).__qualname__ if known is Optimizer else f"torch.optim.{known.__name__}"
+def check_ours(model: Any, optimizer: Any) -> None:
+    """Raise TypeError for an optimizer that is not of this package, and where the two are exchanged."""
+    check_order(model, optimizer)
+    if not isinstance(optimizer, ShardedOptimizer):
+        raise TypeError(
+            f"optimizer: expected FusedAdamW, FusedLion or FusedMuon, got {type(optimizer).__name__}; torch's "
+            "optimizers are saved by torch.distributed.checkpoint"
+        )
 
 
-def check_kind(optimizer: Optimizer, saved: str | None, what: str, any_rule: bool = False) -> None:
-    """Raise ValueError for the checkpoint of another kind of optimizer. None: it does not say.
+def check_kind(optimizer: ShardedOptimizer, saved: str | None, what: str, any_rule: bool = False) -> None:
+    """Raise ValueError for the checkpoint of another kind of optimizer: "adam", an update rule, "torch.optim.AdamW".
 
-    ``any_rule``: an optimizer of this package takes those of its others.
+    None: it does not say. ``any_rule``: those of other update rules are taken, too.
     """
-    kinds = {kind_of(optimizer), *(RULES if any_rule else ())}
-    if isinstance(optimizer, ShardedOptimizer) and optimizer.rule.has_torch_form:
-        kinds.update(_ADAMS_OF_TORCH)
+    own = rule_name(optimizer.rule)
+    kinds = {own, *(RULES if any_rule else ()), *(_ADAMS_OF_TORCH if optimizer.rule.has_torch_form else ())}
     if saved is not None and saved not in kinds:
         hint = "model_only=True loads the model alone"
-        raise ValueError(f"{what} is of another optimizer: expected {kind_of(optimizer)}, found {saved}; {hint}")
-
-
-class _Initialized(defaultdict[Any, Any]):
-    """States that are, however few."""
-
-    def __bool__(self) -> bool:
-        return True
+        raise ValueError(f"{what} is of another optimizer: expected {own}, found {saved}; {hint}")
 
 
 @contextmanager
-def taken_for_initialized(optimizer: Optimizer) -> Iterator[None]:
-    """For torch's functions: where there are no states they would make some, by a step that counts and runs hooks."""
-    before = optimizer.state
-    optimizer.state = shown = _Initialized(dict, before)
-    try:
-        yield
-    finally:
-        if optimizer.state is shown:
-            optimizer.state = before
-            before.clear()
-            before.update(shown)
-
-
-@contextmanager
-def _without(optimizer: Optimizer, entries: Mapping[Any, Any]) -> Iterator[None]:
+def _without(optimizer: ShardedOptimizer, entries: Mapping[Any, Any]) -> Iterator[None]:
     for key in entries:
         del optimizer.state[key]
     try:
@@ -87,16 +64,14 @@ def _without(optimizer: Optimizer, entries: Mapping[Any, Any]) -> Iterator[None]
 
 
 class Collector:
-    """A collective over the default group. Raises TypeError for flat shards of FSDP1 in an optimizer of this package,
-    KeyError for one that has none of the model's parameters, TypeError where the two are exchanged."""
+    """A collective over the default group. Raises TypeError for flat shards of FSDP1, KeyError for an optimizer that
+    has none of the model's parameters."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        check_order(model, optimizer)
-        if isinstance(optimizer, ShardedOptimizer):
-            check_whole(model, optimizer.store.params)
-            check_belongs(model, optimizer.store.params)
+    def __init__(self, model: nn.Module, optimizer: ShardedOptimizer) -> None:
+        check_whole(model, optimizer.store.params)
+        check_belongs(model, optimizer.store.params)
         self._model, self._optimizer = model, optimizer
-        self.kind = kind_of(optimizer)
+        self.kind = rule_name(optimizer.rule)
         self._names: dict[Tensor, str] = {}
         self._keys: dict[str, str] = {}
         # Keys of what is no parameter, of which each rank may have its own: batch statistics, say.
@@ -110,15 +85,12 @@ class Collector:
 
     def check_form(self, form: CheckpointFormat) -> None:
         """Raise ValueError for a form that the optimizer's shards cannot be loaded from."""
-        if isinstance(self._optimizer, ShardedOptimizer):
-            self._optimizer.store.exchange_offsets()
-            if form == "native" and any(map(has_own_chunks, self._optimizer.store.params)):
-                raise ValueError("shards with chunk lists of their own load from format='unscaled' only")
+        self._optimizer.store.exchange_offsets()
+        if form == "native" and any(map(has_own_chunks, self._optimizer.store.params)):
+            raise ValueError("shards with chunk lists of their own load from format='unscaled' only")
 
     def formats(self) -> dict[str, list[str]]:
-        """The formats of the states of an optimizer of this package, of all param groups."""
-        if not isinstance(self._optimizer, ShardedOptimizer):
-            return {}
+        """The formats of the optimizer's states, of all param groups."""
         groups = self._optimizer.store.groups
         specs = self._optimizer.rule.states
         found = {spec.name: {str(group[spec.option]) for group in groups if spec.option in group} for spec in specs}
@@ -126,7 +98,7 @@ class Collector:
 
     def warn_of_masters(self) -> None:
         """Where those of quantized weights are still to start from values that are in no file."""
-        if isinstance(self._optimizer, ShardedOptimizer) and self._optimizer.store.wants_initial_values():
+        if self._optimizer.store.wants_initial_values():
             warnings.warn(NO_MASTERS, UserWarning, stacklevel=callers_level())
 
     def model_state(self) -> dict[str, Any]:
@@ -138,11 +110,7 @@ class Collector:
         return {self._keys[key]: value for key, value in state.items()}
 
     def optimizer_state(self, form: CheckpointFormat, device: CheckpointDevice) -> dict[str, Any]:
-        """``form`` and ``device``: of an optimizer of this package."""
         optimizer = self._optimizer
-        if not isinstance(optimizer, ShardedOptimizer):
-            with taken_for_initialized(optimizer):
-                return get_optimizer_state_dict(self._model, optimizer, options=self._options)
         before = optimizer.checkpoint_format, optimizer.checkpoint_device
         optimizer.checkpoint_format, optimizer.checkpoint_device = form, device
         users = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
@@ -158,7 +126,6 @@ class Collector:
 
     def _named(self, state: dict[str, Any]) -> dict[str, Any]:
         """By the parameters' names instead of their numbers."""
-        assert isinstance(self._optimizer, ShardedOptimizer)
         params = self._optimizer.store.params
         if not all(param in self._names for param in params):
             self._names = {param: names[0] for param, names in parameter_names(self._model).items()}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
-from torch.optim import Optimizer
 
 from fused_optim.checkpoint import extras
 from fused_optim.checkpoint.collect import Collector, check_kind
 from fused_optim.checkpoint.extras import Stateful
-from fused_optim.checkpoint.other_optimizer import OtherLoader
 from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
 from fused_optim.checkpoint.reading.leeway import Differences, Leeway
 from fused_optim.checkpoint.reading.load import Loader, LoadReport, checked
@@ -41,7 +39,7 @@ class CheckpointReport:
 
     step: int
     model: Differences
-    optimizer: LoadReport | None = None  # None: of an optimizer of others, or of the model alone
+    optimizer: LoadReport | None = None  # None: the model alone
     extras_left: tuple[str, ...] = ()  # that the checkpoint has and nobody takes
 
     @property
@@ -72,28 +70,9 @@ class Compared:
 
     source: DcpFolder
     model: ModelLoader
-    optimizer: Loader | OtherLoader | None  # None: the model alone is loaded
+    optimizer: Loader | None  # None: the model alone is loaded
     extra: dict[str, Any]  # the states, by name
     report: CheckpointReport
-
-
-@contextmanager
-def _loaded_before(
-    optimizer: Loader | OtherLoader | None, doing: str, group: dist.ProcessGroup | None
-) -> Iterator[None]:
-    """An optimizer of others; as it was again where what follows fails. Ours need the model's parameters first."""
-    if not isinstance(optimizer, OtherLoader):
-        yield
-        return
-    with on_all_ranks(doing, group=group):
-        optimizer.read()
-    try:
-        with on_all_ranks(doing, group=group):
-            optimizer.load()
-        yield
-    except BaseException:
-        optimizer.undo()
-        raise
 
 
 class Loads:
@@ -102,7 +81,7 @@ class Loads:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: ShardedOptimizer,
         extra: Mapping[str, Stateful],
         states: Collector,
         group: dist.ProcessGroup | None,
@@ -144,14 +123,14 @@ class Loads:
         with on_all_ranks(doing, group=group):
             extra = {} if options.model_only else self._read_extras(found, source, options)
             model = ModelLoader(model_state, source, everyone, tied_names(self._model), options.leeway)
-        optimizer = None if options.model_only else self._compared(found, source, everyone, options.leeway)
+        optimizer = None if options.model_only else self._compared(found, source, options.leeway)
         report = CheckpointReport(
             found.step,
             model.differences,
-            optimizer.report if isinstance(optimizer, Loader) else None,
+            None if optimizer is None else optimizer.report,
             () if options.model_only else self._extras_left(found, options),
         )
-        if isinstance(optimizer, Loader) and not options.dry_run:
+        if optimizer is not None and not options.dry_run:
             optimizer.read()
         return Compared(source, model, optimizer, extra, report)
 
@@ -159,34 +138,20 @@ class Loads:
         """Where reading fails now, the model may have been changed."""
         doing, group, optimizer = f"loading {compared.source.path}", self._group, compared.optimizer
         with without_collection():
-            with _loaded_before(optimizer, doing, group), on_all_ranks(doing, group=group):
+            with on_all_ranks(doing, group=group):
                 set_model_state_dict(self._model, compared.model.load())
-            if isinstance(optimizer, Loader):
+            if optimizer is not None:
                 optimizer.load()
         with on_all_ranks(doing, group=group):
             for name, state in compared.extra.items():
                 self._extra[name].load_state_dict(state)
 
-    def _compared(
-        self, found: Found, source: DcpFolder, everyone: Collection[str], leeway: Leeway
-    ) -> Loader | OtherLoader:
+    def _compared(self, found: Found, source: DcpFolder, leeway: Leeway) -> Loader:
         """What loads the optimizer. Nothing has been changed."""
-        doing, group, own = f"loading {source.path}", self._group, self._optimizer
         kind = None if found.manifest is None else found.manifest.kind
-        with on_all_ranks(doing, group=group):
-            if leeway != Leeway() and not isinstance(own, ShardedOptimizer):
-                raise ValueError(
-                    "strict, partial and rename are for optimizers of fused_optim, or with model_only=True; got a "
-                    f"{type(own).__name__}"
-                )
-            check_kind(own, kind, str(source.path), any_rule=bool(leeway.partial))
-        if isinstance(own, ShardedOptimizer):
-            return checked(self._model, own, source, verify=False, leeway=leeway)
-        with on_all_ranks(doing, group=group):
-            other = OtherLoader(self._model, own, source, everyone, kind is not None)
-        with on_all_ranks(doing, group=group):
-            other.compare_states()
-        return other
+        with on_all_ranks(f"loading {source.path}", group=self._group):
+            check_kind(self._optimizer, kind, str(source.path), any_rule=bool(leeway.partial))
+        return checked(self._model, self._optimizer, source, verify=False, leeway=leeway)
 
     def _read_extras(self, found: Found, source: DcpFolder, options: LoadOptions) -> dict[str, Any]:
         owners = {} if found.manifest is None else found.manifest.extra

@@ -41,20 +41,19 @@ class Save:
 
     step: int
     staged: Future[dict[str, Any]]
-    metrics: dict[str, float]
     before: threading.Event | None
     ended: threading.Event
     started: float = field(default_factory=time.perf_counter)
 
 
 class BackgroundSaves:
-    """All ranks of ``group`` make the same calls. ``form``: of the states of an optimizer of this package."""
+    """All ranks of ``group`` make the same calls. ``form``: of the optimizer's states."""
 
     def __init__(
         self,
         directory: CheckpointDirectory,
         states: Collector,
-        form: CheckpointFormat | None,
+        form: CheckpointFormat,
         group: dist.ProcessGroup | None,
         progress: bool,
     ) -> None:
@@ -66,24 +65,22 @@ class BackgroundSaves:
         self._saver = Saver(group)
         self._ranks = world_size()
 
-    def submit(
-        self, pool: Executor, step: int, staged: Future[dict[str, Any]], metrics: dict[str, float]
-    ) -> Future[str | None]:
+    def submit(self, pool: Executor, step: int, staged: Future[dict[str, Any]]) -> Future[str | None]:
         """In the order in which saves are to be made. What :meth:`run` returns, later."""
-        save = self._in_line(step, staged, metrics)
+        save = self._in_line(step, staged)
         try:
             return pool.submit(self.run, save)
         except BaseException:  # the system has no thread left
             save.ended.set()
             raise
 
-    def _in_line(self, step: int, staged: Future[dict[str, Any]], metrics: dict[str, float]) -> Save:
+    def _in_line(self, step: int, staged: Future[dict[str, Any]]) -> Save:
         """After those there that were asked for before. It has to be run, or its ``ended`` to be set."""
         place, before, ended = self._directory.folder.place, None, threading.Event()
         if this_rank() == 0:
             with _asking:
                 before, _ends[place] = _ends.get(place), ended
-        return Save(step, staged, metrics, before, ended)
+        return Save(step, staged, before, ended)
 
     def release(self) -> None:
         """Let other runs have the folder, once all saves of this process are made that are under way there."""
@@ -193,7 +190,6 @@ class BackgroundSaves:
             checksums=manifest.crc_of_checksums(draft),
             extra=owners,
             versions={"torch": torch.__version__},
-            metrics=save.metrics,
             optimizer=self._states.kind,
         )
         self._directory.finish(save.step, attempt, found)

@@ -445,33 +445,7 @@ def test_pipeline_stages(tmp_path: Path) -> None:
     distributed.run(2, pipeline_stages, str(tmp_path))
 
 
-# --- other optimizers and folders ---------------------------------------------------------------------------------
-
-
-def other_optimizer(folder: str) -> None:
-    def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 3))
-        fully_shard(model, mesh=distributed.mesh())
-        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-    model, optimizer = build(0)
-    model(torch.ones(8)).sum().backward()
-    optimizer.step()
-    expected = {name: param._local_tensor.clone() for name, param in model.named_parameters()}
-    moments = [states["exp_avg"]._local_tensor.clone() for states in optimizer.state.values()]
-    with Checkpointer(model, optimizer, folder, sigterm=False) as checkpointer:
-        checkpointer.save(1)
-        optimizer.step()
-    model, optimizer = build(1)
-    assert Checkpointer(model, optimizer, folder, sigterm=False).load_latest() == 1
-    assert all(torch.equal(param._local_tensor, expected[name]) for name, param in model.named_parameters())
-    loaded = [states["exp_avg"]._local_tensor for states in optimizer.state.values()]
-    assert all(torch.equal(a, b) for a, b in zip(loaded, moments, strict=True))
-
-
-def test_torch_optimizers(tmp_path: Path) -> None:
-    distributed.run(2, other_optimizer, str(tmp_path))
+# --- folders ---------------------------------------------------------------------------------
 
 
 def memory_folder(tmp_path: Path) -> str:

@@ -593,11 +593,6 @@ ENDS: dict[str, tuple[str, int, list[str]]] = {
         143,
         ["b"],
     ),
-    "SIGTERM and metrics that are none": (
-        "c = made('b')\nos.kill(os.getpid(), signal.SIGTERM)\nc.save(2, metrics={'loss': 'low'})\nprint('goes on')",
-        143,
-        ["b"],
-    ),
     "SIGTERM of a forked child": (
         "a = made('a')\nchild = os.fork()\nif not child:\n    time.sleep(60)\n    os._exit(0)\n"
         "os.kill(child, signal.SIGTERM)\nassert os.waitpid(child, 0)[1] == 15\na.save(1)",

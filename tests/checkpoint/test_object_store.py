@@ -16,7 +16,7 @@ import torch
 import cases
 import fresh
 from fused_optim.checkpoint import Checkpointer
-from fused_optim.checkpoint.storage import folders, lock
+from fused_optim.checkpoint.storage import folders
 from fused_optim.checkpoint.storage.folders import folder_at
 from native_cases import build, train, trained
 from pairwise import each_once
@@ -212,23 +212,6 @@ def test_listings_that_are_late_for_some_files_of_a_folder(server: Server) -> No
     folder.write("second", b"22")
     assert folder.sizes() == {"first": 1}
     assert (folder.size("first"), folder.size("second"), folder.size("third")) == (1, 2, None)
-
-
-def test_pins_go_over_to_the_step_that_is_saved_again(server: Server) -> None:
-    folder = "s3://bucket/pins"
-    model, optimizer = trained(REM16, torch.int8)
-    with Checkpointer(model, optimizer, folder, keep=1, sigterm=False) as checkpointer:
-        checkpointer.save(2)
-        checkpointer.wait()
-        checkpointer.pin(2)
-        for step in (3, 2, 4, 5):
-            checkpointer.save(step)
-            checkpointer.wait()
-        assert checkpointer.steps() == [5, 2] and len(folder_at(folder).names()) == 2 + len([lock.FILE])
-        checkpointer.unpin(2)
-        checkpointer.save(6)
-        checkpointer.wait()
-        assert checkpointer.steps() == [6] and len(folder_at(folder).names()) == 1 + len([lock.FILE])
 
 
 def test_a_slow_store(server: Server) -> None:

@@ -86,20 +86,10 @@ def find_contents(source: Source, naming: Naming, states: Iterable[str] = ()) ->
 
     Raises :class:`NoStates` where there are neither states nor param groups.
     """
-    _check_lengths(source)
-    known = _component_of(frozenset({*_KNOWN, *states}))
-    return Contents(_find_prefix(source, naming, known), naming, known)
-
-
-def find_others(source: Source, naming: Naming, prefix: str) -> Contents:
-    """Of an optimizer of which nothing is known: all states are among ``others``."""
-    _check_lengths(source)
-    return Contents(prefix, naming, _component_of(frozenset()))
-
-
-def _check_lengths(source: Source) -> None:
     if long := next((key for key in source.entries if len(key) > _LONGEST), None):
         raise ValueError(f"{source.path}: {long[:100]}...: expected keys of {_LONGEST} characters at most")
+    known = _component_of(frozenset({*_KNOWN, *states}))
+    return Contents(_find_prefix(source, naming, known), naming, known)
 
 
 def sort_contents(source: Source, contents: Contents) -> None:
@@ -232,7 +222,7 @@ def read_steps(source: Source, contents: Contents) -> dict[str, int]:
 @functools.cache
 def _component_of(names: frozenset[str]) -> re.Pattern[str]:
     """``exp_avg.bits`` and the like: the components of a state in the native form."""
-    return re.compile(rf"(?P<id>.+)\.(?P<name>{'|'.join(sorted(names)) or '(?!)'})(\.(?P<component>\w+))?")
+    return re.compile(rf"(?P<id>.+)\.(?P<name>{'|'.join(sorted(names))})(\.(?P<component>\w+))?")
 
 
 def _state_of(key: str, prefix: str, known: re.Pattern[str]) -> re.Match[str] | None:

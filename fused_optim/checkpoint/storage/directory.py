@@ -16,11 +16,12 @@ from fused_optim.checkpoint.storage.damage import is_damage
 from fused_optim.checkpoint.storage.folders import TEMPORARY, Folder
 from fused_optim.checkpoint.storage.manifest import Manifest
 from fused_optim.checkpoint.storage.metadata import CHECKPOINT
-from fused_optim.checkpoint.storage.retention import PINNED, Retention
+from fused_optim.checkpoint.storage.retention import Retention
 
 logger = logging.getLogger("fused_optim")
 
 _UNFINISHED, _DELETED = ".unfinished-", ".deleted-"
+_PINNED = "fused_optim_pinned"  # a file of earlier versions: its checkpoint stays as long as it is there
 
 
 @dataclass(frozen=True)
@@ -160,9 +161,6 @@ class CheckpointDirectory:
         earlier = self._own()
         known = max((each.number for each in self._manifests.values()), default=0)  # listings may be late
         found = replace(found, number=known + 1)
-        pinned = [] if self.folder.is_local else self._pinned(step)
-        if pinned:
-            draft.write(PINNED, b"")
         self._check_owner()
         manifest.write(draft, found)
         draft.sync()
@@ -171,9 +169,6 @@ class CheckpointDirectory:
         if self.folder.is_local:
             self._check_owner()
             name = self._publish(draft.name)
-        else:
-            for place in pinned:  # which the new one stands for
-                place.remove(PINNED)
         self._manifests[name] = found
         self._prune([Found(name, step, found), *(each for each in earlier if each.name != name)])
 
@@ -182,8 +177,6 @@ class CheckpointDirectory:
         attempt = name.removeprefix(_UNFINISHED)
         visible = attempt.partition(".")[0]
         if self.folder.child(visible).exists():
-            if self.folder.child(visible).size(PINNED) is not None:
-                self.folder.child(name).write(PINNED, b"")
             attempt = attempt if attempt != visible else f"{visible}.{secrets.token_hex(4)}"
             self.folder.rename(name, attempt)
             self.folder.sync()
@@ -231,30 +224,11 @@ class CheckpointDirectory:
         kept = self._retention.keeps(newest_first)
         for each in newest_first:
             try:
-                if each.name not in kept and self.folder.child(each.name).size(PINNED) is None:
+                if each.name not in kept and self.folder.child(each.name).size(_PINNED) is None:
                     self._check_owner()
                     self._remove(each.name)
             except (OSError, ValueError) as error:
                 logger.warning("checkpoint of step %d cannot be removed: %s", each.step, error)
-
-    def pin(self, found: Found, pinned: bool) -> None:
-        """Whether a checkpoint stays whatever else is saved. All attempts at its step are let go together."""
-        if pinned:
-            places = [self.folder_of(found)]
-            places[0].write(PINNED, b"")
-        else:
-            places = self._pinned(found.step)
-            for place in places:
-                place.remove(PINNED)
-        for place in places:
-            place.sync()
-
-    def _pinned(self, step: int) -> list[Folder]:
-        """The attempts at a step that are."""
-        names = {*self.folder.names(), *self._manifests}  # listings may be late
-        matches = ((name, CHECKPOINT.fullmatch(name)) for name in sorted(names))
-        places = [self.folder.child(name) for name, match in matches if match is not None and int(match[1]) == step]
-        return [place for place in places if place.size(PINNED) is not None]
 
     def _remove(self, name: str) -> None:
         if self.folder.is_local:

@@ -28,14 +28,13 @@ class Manifest:
     step: int
     number: int
     world_size: int
-    form: str | None  # "native" or "unscaled"; None: of another optimizer
+    form: str | None  # "native" or "unscaled"; None: of another optimizer, which earlier versions saved
     formats: dict[str, list[str]]  # of the moments
     files: dict[str, int]  # bytes of every file but this one
     checksums: str  # the CRC-32 of the file of checksums
     extra: dict[str, list[int]] = field(default_factory=dict)  # name -> by rank, whose state is the rank's
     versions: dict[str, str] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)  # that were given to the save
-    optimizer: str | None = None  # its kind, see ``collect.kind_of``; None: see :attr:`kind`
+    optimizer: str | None = None  # its kind, see ``collect.check_kind``; None: see :attr:`kind`
 
     @property
     def kind(self) -> str | None:
@@ -49,9 +48,7 @@ class Manifest:
 
 def write(folder: Folder, manifest: Manifest) -> None:
     content = {"version": VERSION, **asdict(manifest)}
-    if not manifest.metrics:  # releases before 0.3 know nothing of them
-        del content["metrics"]
-    if manifest.optimizer in (None, ADAM):  # nor of this
+    if manifest.optimizer in (None, ADAM):  # releases before 0.3 know nothing of it
         del content["optimizer"]
     folder.write(FILE, json.dumps({**content, "crc": _crc(content)}, indent=1).encode())
 
@@ -70,6 +67,7 @@ def read(folder: Folder) -> Manifest:
     version, crc = number_in(content, "version", f"{folder}/{FILE}"), content.pop("crc", None)
     torn = crc != _crc(content)
     del content["version"]
+    content.pop("metrics", None)  # of earlier versions
     if version > VERSION:
         raise ValueError(f"{folder}: expected version {VERSION} at most, found {version}: update fused_optim")
     if torn:
@@ -111,8 +109,6 @@ def _manifest(folder: Folder, content: dict[str, Any]) -> Manifest:
         outside = next((name for name in found.files if name != PurePath(name).name), None)
     except (TypeError, AttributeError, ValueError) as error:
         raise Damaged(f"{folder}/{FILE} is damaged: {error}") from error
-    if not all(type(value) in (int, float) for value in found.metrics.values()):
-        raise Damaged(f"{folder}/{FILE} is damaged: expected metrics that are numbers")
     if not isinstance(found.optimizer, str | None):
         raise Damaged(f"{folder}/{FILE} is damaged: expected the name of an optimizer")
     if not all(type(number) is int and number >= 0 for number in numbers):
