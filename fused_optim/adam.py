@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fused_optim.backends.tables import Rule as RuleNumber
-from fused_optim.decorators import between_graphs, between_steps
+from fused_optim.decorators import between_graphs
 from fused_optim.formats.arithmetic import fused, normal, sqrt
 from fused_optim.formats.states import Kind
 from fused_optim.optimizer import ShardedOptimizer
@@ -125,10 +125,10 @@ class Adam(OneRule):
 class FusedAdam(ShardedOptimizer):
     """Adam (Kingma & Ba, 2015) and AdamW (Loshchilov & Hutter, 2019), one pass per step over all local shards.
 
-    Behaves as ``torch.optim.AdamW``, and with ``adam_w_mode=False`` as ``torch.optim.Adam``: param groups, closures,
-    schedulers, hooks, ``state_dict``. All arithmetic is FP32. ``optimizer.state[p]`` holds ``exp_avg``, ``exp_avg_sq``
-    and, for parameters that are not FP32, ``master_param``: tensors shaped, sharded and placed as ``p``. The step
-    counter is ``param_group["step"]``.
+    Behaves as ``torch.optim.Adam``, and with ``decoupled_weight_decay=True`` as ``torch.optim.AdamW``: param groups,
+    closures, schedulers, hooks, ``state_dict``. All arithmetic is FP32. ``optimizer.state[p]`` holds ``exp_avg``,
+    ``exp_avg_sq`` and, for parameters that are not FP32, ``master_param``: tensors shaped, sharded and placed as ``p``.
+    The step counter is ``param_group["step"]``.
 
     Configs may give dtypes by name ("int8", "torch.bfloat16", "fp32", "bf16", "fp16", "fp8", "8bit") and numbers, betas
     and flags as text ("1e-4", "(0.9, 0.95)", "false"). Param groups keep the names of dtypes that they were given, so
@@ -142,10 +142,9 @@ class FusedAdam(ShardedOptimizer):
         betas: decay rates of the moments, in [0, 1).
         eps: added to the denominator, outside of the square root; at least ``2**-60 / sqrt(1 - betas[1])``, 2.7e-17 by
             default: smaller second moments are kept as 0.
-        weight_decay: decoupled (AdamW) or, with ``adam_w_mode=False``, added to the gradient (L2).
+        weight_decay: where it is not 0, here or in a param group, ``decoupled_weight_decay`` says how it is applied.
         amsgrad: not supported, must be False.
         bias_correction: divide the moments by ``1 - beta ** step``.
-        adam_w_mode: True for AdamW, False for torch.optim.Adam's L2 penalty.
         maximize: ascend instead of descend.
         capturable: ``step()`` can be captured into a CUDA graph, after one warm-up step or ``initialize_state()``. The
             step counters are on the devices then. A replay uses the learning rate that a tensor ``lr`` on the GPU has
@@ -196,11 +195,13 @@ class FusedAdam(ShardedOptimizer):
         fused: which of its implementations torch.optim.AdamW is to take; without effect here.
         foreach: the same.
         differentiable: not supported, must be False.
-        decoupled_weight_decay: torch's name for ``adam_w_mode``, which it replaces where it is given. So the
-            ``defaults`` of torch.optim.Adam and AdamW are arguments.
+        decoupled_weight_decay: False: weight decay is added to the gradient, as by torch.optim.Adam (L2). True: the
+            parameter is multiplied by ``1 - lr * weight_decay``, as by torch.optim.AdamW, and by TransformerEngine's
+            and Apex's FusedAdam. None: not said. The ``defaults`` of torch.optim.Adam and AdamW are arguments.
 
     Raises:
-        ValueError, TypeError: for hyperparameters or parameters that cannot be used; nothing has been changed then.
+        ValueError, TypeError: for hyperparameters or parameters that cannot be used, and for a weight decay without
+            ``decoupled_weight_decay``; nothing has been changed then.
 
     Works with ``torch.amp.GradScaler``: the update divides the gradients by the scale, and leaves them so in ``.grad``
     (without clipping, the sign of ``maximize`` or the L2 penalty), as torch's fused optimizers do. On GPUs a step
@@ -224,7 +225,6 @@ class FusedAdam(ShardedOptimizer):
         amsgrad: bool = False,
         *,
         bias_correction: bool = True,
-        adam_w_mode: bool = True,
         maximize: bool = False,
         capturable: bool = False,
         master_weights: bool = True,
@@ -252,10 +252,10 @@ class FusedAdam(ShardedOptimizer):
     ) -> None:
         check_differentiable(differentiable)
         if decoupled_weight_decay is not None:
-            adam_w_mode = flag_of("decoupled_weight_decay", decoupled_weight_decay)
+            decoupled_weight_decay = flag_of("decoupled_weight_decay", decoupled_weight_decay)
         super().__init__(
             params,
-            Adam(adam_w_mode),
+            Adam(decoupled_weight_decay is not False),
             {
                 "lr": lr,
                 "betas": betas,
@@ -264,6 +264,7 @@ class FusedAdam(ShardedOptimizer):
                 "amsgrad": amsgrad,
                 "bias_correction": bias_correction,
                 "maximize": maximize,
+                "decoupled_weight_decay": decoupled_weight_decay,
             },
             {EXP_AVG.option: exp_avg_dtype, EXP_AVG_SQ.option: exp_avg_sq_dtype},
             state_dtype,
@@ -291,19 +292,9 @@ class FusedAdam(ShardedOptimizer):
             },
         )
 
-    @property
-    def adam_w_mode(self) -> bool:
-        """True for AdamW's decoupled weight decay, False for torch.optim.Adam's L2 penalty."""
-        return self.rule.adam_w_mode
-
-    @adam_w_mode.setter
-    @between_steps
-    def adam_w_mode(self, mode: bool) -> None:
-        self.rule.adam_w_mode = mode
-
 
 class FusedAdamW(FusedAdam):
-    """:class:`FusedAdam` with torch.optim.AdamW's default ``weight_decay`` of 0.01."""
+    """:class:`FusedAdam` with torch.optim.AdamW's weight decay: decoupled, 0.01 by default."""
 
     @shows_options_of(FusedAdam.__init__)
     def __init__(
@@ -316,4 +307,6 @@ class FusedAdamW(FusedAdam):
         amsgrad: bool = False,
         **options: Unpack[Options],
     ) -> None:
+        if options.get("decoupled_weight_decay") is None:
+            options["decoupled_weight_decay"] = True
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)

@@ -106,8 +106,8 @@ class ShardedOptimizer(Publisher):
         usual = torch.float32 if state_dtype is None else state_dtype
         chosen = {key: usual if dtype is None else dtype for key, dtype in dtypes.items()}
         chosen = spelled_alike({**chosen, "master_weight_dtype": options.get("master_weight_dtype", torch.float32)})
-        own = {**rule.options, **self.settings.as_dict(), "state_dtype": state_dtype, "master_bits": None}
-        defaults = {**hyperparameters, **own, **chosen, "differentiable": False, "decoupled_weight_decay": None}
+        own = {**self.settings.as_dict(), "state_dtype": state_dtype, "master_bits": None}
+        defaults = {"differentiable": False, "decoupled_weight_decay": None, **hyperparameters, **own, **chosen}
         defaults |= read_group(defaults, {})
         check_hyperparameters(defaults, rule)
         super().__init__(params, defaults)
@@ -152,7 +152,7 @@ class ShardedOptimizer(Publisher):
         if param_group.get("state_dtype") is not None:
             read |= {key: param_group["state_dtype"] for key in self.store.format_options if key not in param_group}
         check_hyperparameters({**self.defaults, **param_group, **read}, self.rule)
-        check_torchs_options(param_group, self.rule)
+        check_torchs_options(param_group, self.defaults, self.rule)
         number, whole = len(self.param_groups), {**self.rule.options, **self.settings.of_whole_optimizer}
         ignored = [key for key in whole if asks_for_another(key, param_group.get(key), whole[key])]
         self.stepper.ignored[number] = ignored

@@ -23,6 +23,10 @@ IMPLEMENTATIONS = ("fused", "foreach")
 TORCHS_OPTIONS = (*IMPLEMENTATIONS, "differentiable", "decoupled_weight_decay")
 FLAGS = ("amsgrad", "bias_correction", "maximize")  # of param groups
 NUMBERS = ("lr", "eps", "weight_decay")  # of param groups, beside the betas
+# Words of earlier releases' constructors, and what to write instead.
+REMOVED = {
+    "adam_w_mode": "decoupled_weight_decay=False for torch.optim.Adam's weight decay, True for AdamW's",
+}
 
 
 # --- for type checkers: keyword options, by the classes that have them ------------------------------------------------
@@ -114,7 +118,6 @@ class Options(OptionsBesideApex, SharedOptions, total=False):
     """All of :class:`fused_optim.FusedAdam` that are given by keyword only."""
 
     bias_correction: bool
-    adam_w_mode: bool
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -274,6 +277,8 @@ def reads_flags_by_truth(function: F) -> F:
 
 def check_names(owner: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
     for name in given:
+        if name not in known and name in REMOVED:
+            raise TypeError(f"{owner}() takes no {name} any more: write {REMOVED[name]}")
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {nearest[0]}?" if nearest else ""

@@ -206,7 +206,7 @@ def test_refused_steps_change_nothing(device: str) -> None:
 
 def test_scaled_and_clipped_gradients(device: str) -> None:
     model = Model(torch.float32, device)
-    optimizer = FusedAdam(model.parameters(), lr=1e-3, weight_decay=0.1, adam_w_mode=False)
+    optimizer = FusedAdam(model.parameters(), lr=1e-3, weight_decay=0.1, decoupled_weight_decay=False)
     optimizer.track_changes()
     expected = Expected(model)
     for seed in range(3):

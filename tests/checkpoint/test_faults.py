@@ -54,7 +54,9 @@ def built(form: str, seed: int = 0) -> Built:
     """A model with every kind of stored state in the form, its matrices sharded where there are ranks."""
     model = build(torch.bfloat16, seed)
     options = {**MASTERS[form], "exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.float8_e4m3fn}
-    return model, FusedAdam(groups_of(model), checkpoint_format=form, **options, **SETTINGS)
+    return model, FusedAdam(
+        groups_of(model), checkpoint_format=form, **options, **SETTINGS, decoupled_weight_decay=True
+    )
 
 
 def trained(form: str, seed: int = 0, steps: int = STEPS) -> Built:
@@ -591,7 +593,13 @@ def with_special_values(form: str, fmt: torch.dtype) -> Built:
     """Parameters, gradients and so moments and masters that are not finite: one in each row of a matrix."""
     model = build(torch.bfloat16)
     optimizer = FusedAdam(
-        groups_of(model), exp_avg_dtype=fmt, exp_avg_sq_dtype=fmt, checkpoint_format=form, **MASTERS[form], **SETTINGS
+        groups_of(model),
+        exp_avg_dtype=fmt,
+        exp_avg_sq_dtype=fmt,
+        checkpoint_format=form,
+        **MASTERS[form],
+        **SETTINGS,
+        decoupled_weight_decay=True,
     )
     for param in model.parameters():
         grad = torch.ones(param.shape)

@@ -119,7 +119,7 @@ def test_the_state_dict_is_torchs(master: Master, device: str) -> None:
 
 def test_adams_l2_is_said() -> None:
     model = build()
-    optimizer = FusedAdam(groups_of(model), adam_w_mode=False, checkpoint_format="torch")
+    optimizer = FusedAdam(groups_of(model), decoupled_weight_decay=False, checkpoint_format="torch")
     train(model, optimizer, 0, 1)
     assert [group["decoupled_weight_decay"] for group in optimizer.state_dict()["param_groups"]] == [False, False]
 

@@ -56,7 +56,7 @@ class PlainRun(Run):
     def __init__(self, recipe: str, dtype: torch.dtype = torch.bfloat16, build: Any = None, **options: Any) -> None:
         self.model = (build or plain_model)(recipe, dtype)
         self.params = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
-        options = {"lr": 0.01, "weight_decay": 0.1, "seed": 3, **options}
+        options = {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True, "seed": 3, **options}
         self.optimizer = FusedAdam(self.params.values(), **options)
 
 

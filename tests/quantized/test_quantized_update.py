@@ -76,7 +76,12 @@ class Training:
         params = [nn.Parameter(values(shape, 99).bfloat16().to(device)) for shape in others]
         groups = [{"params": weights[::2] + params, "lr": 0.1}, {"params": weights[1::2], "weight_decay": 0.3}]
         formats = {"exp_avg_dtype": moments[0], "exp_avg_sq_dtype": moments[1]}
-        self.optimizer = FusedAdam([g for g in groups if g["params"]], lr=0.01, seed=5, **{**formats, **options})
+        self.optimizer = FusedAdam(
+            [g for g in groups if g["params"]],
+            lr=0.01,
+            seed=5,
+            **{"decoupled_weight_decay": True, **formats, **options},
+        )
         self.optimizer.initialize_state()
 
     def params(self) -> list[Tensor]:
@@ -192,7 +197,9 @@ def test_fp16_masters(
 
 
 @pytest.mark.parametrize(
-    "options", [{"plain": False}, {"weight_decay": 0.1, "adam_w_mode": False}, {"use_decoupled_grad": True}], ids=str
+    "options",
+    [{"plain": False}, {"weight_decay": 0.1, "decoupled_weight_decay": False}, {"use_decoupled_grad": True}],
+    ids=str,
 )
 @pytest.mark.parametrize("recipe", DIRECT)
 def test_options_of_steps(

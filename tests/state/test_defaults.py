@@ -23,10 +23,17 @@ KINDS = [FusedAdam, FusedAdamW, apex.FusedAdam, transformer_engine.FusedAdam, me
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"lr": 0.3, "betas": (0.5, 0.6), "eps": 1e-4, "weight_decay": 0.2, "maximize": True},
+    {
+        "lr": 0.3,
+        "betas": (0.5, 0.6),
+        "eps": 1e-4,
+        "weight_decay": 0.2,
+        "maximize": True,
+        "decoupled_weight_decay": True,
+    },
     {"master_weights": True, "store_param_remainders": True, "param_remainder_bits": 8, "seed": 5},
     {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.float16, "stochastic_rounding": False},
-    {"adam_w_mode": False, "bias_correction": False, "master_weights": True},
+    {"decoupled_weight_decay": False, "bias_correction": False, "master_weights": True},
     {"capturable": True, "use_decoupled_grad": True},
     {"checkpoint_format": "native", "checkpoint_device": "cpu", "master_weights": False},
     {"master_weights": True, "master_weight_dtype": torch.float16},
@@ -63,6 +70,7 @@ def test_the_same_optimizer_is_built_again(kind: type[FusedAdam], options: dict[
 @EVERY_KIND
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_groups_are_handed_to_a_new_optimizer(kind: type[FusedAdam], options: dict[str, Any]) -> None:
+    options = {"decoupled_weight_decay": True, **options}
     original = kind([{"params": params(), "weight_decay": 0.7}], **options)
     again = type(original)(original.param_groups, **original.defaults)
     assert again.param_groups[0]["weight_decay"] == 0.7 and again.param_groups[0]["step"] == 0

@@ -267,7 +267,7 @@ OF_THE_WHOLE: dict[str, tuple[Any, Any]] = {
 
 def test_each_option_of_the_whole_optimizer_in_a_group_warns() -> None:
     groups = {"state_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "bias_correction", "maximize"}  # have their own
-    torchs = {"fused", "foreach", "differentiable", "decoupled_weight_decay", "adam_w_mode"}
+    torchs = {"fused", "foreach", "differentiable", "decoupled_weight_decay"}
     signature = inspect.signature(FusedAdamW).parameters
     by_keyword = {name for name, each in signature.items() if each.kind is inspect.Parameter.KEYWORD_ONLY}
     assert by_keyword - groups - torchs == OF_THE_WHOLE.keys()

@@ -351,7 +351,11 @@ def test_gradient(
     options = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.float8_e4m3fn, "store_param_remainders": True}
     named = [(f"layer{i}.weight", param) for i, param in enumerate(params)]
     optimizer = FusedAdam(
-        [{"params": named[:2]}, {"params": named[2:]}], weight_decay=0.1, use_decoupled_grad=True, **options
+        [{"params": named[:2]}, {"params": named[2:]}],
+        weight_decay=0.1,
+        use_decoupled_grad=True,
+        **options,
+        decoupled_weight_decay=True,
     )
     for param in params:
         param.decoupled_grad = values((4, 128), torch.float32, "cpu", seed=9)

@@ -24,6 +24,7 @@ CONFIG: dict[str, tuple[Any, Any]] = {
     "betas": (["9e-1", 0.95], (0.9, 0.95)),
     "eps": ("1e-7", 1e-7),
     "weight_decay": ("1e-1", 0.1),
+    "decoupled_weight_decay": ("true", True),
     "exp_avg_dtype": ("int8", torch.int8),
     "exp_avg_sq_dtype": ("torch.float8_e4m3fn", torch.float8_e4m3fn),
     "master_weight_dtype": ("float32", torch.float32),
@@ -117,7 +118,6 @@ FLAGS = [
     "stochastic_rounding",
     "bias_correction",
     "maximize",
-    "adam_w_mode",
     "store_param_remainders",
 ]
 

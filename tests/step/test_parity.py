@@ -52,8 +52,8 @@ def assert_close(actual: Tensor, expected: Tensor, relative: float, what: str = 
 
 
 def torch_adam(params: list[Any], options: dict[str, Any]) -> torch.optim.Optimizer:
-    kind = torch.optim.AdamW if options.get("adam_w_mode", True) else torch.optim.Adam
-    options = {"weight_decay": 0.0, **{key: value for key, value in options.items() if key != "adam_w_mode"}}
+    kind = torch.optim.AdamW if options.get("decoupled_weight_decay", True) else torch.optim.Adam
+    options = {"weight_decay": 0.0, **{key: value for key, value in options.items() if key != "decoupled_weight_decay"}}
     return kind(params, foreach=False, **options)
 
 
@@ -62,7 +62,7 @@ def run_both(device: str, options: dict[str, Any], make_lr: Callable[[], Any] | 
     ours, theirs = parameters(device), parameters(device)
     lr = {} if make_lr is None else {"lr": make_lr()}
     expected = torch_adam(theirs, {**options, **lr})
-    actual = FusedAdam(ours, **{**options, **lr})
+    actual = FusedAdam(ours, **{"decoupled_weight_decay": True, **options, **lr})
     for grads in gradients(device):
         for optimizer, params in ((expected, theirs), (actual, ours)):
             set_gradients(params, grads)
@@ -86,7 +86,9 @@ def test_option(name: str, device: str, backend: str) -> None:
     run_both(device, OPTIONS[name])
 
 
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"weight_decay": 0.1, "adam_w_mode": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, *({"weight_decay": 0.1, "decoupled_weight_decay": each} for each in (True, False))], ids=str
+)
 def test_lr_tensor(options: dict[str, Any], device: str) -> None:
     """A tensor of one element, on the host."""
     run_both(device, options, make_lr=lambda: torch.tensor(0.01))
@@ -98,7 +100,10 @@ def test_lr_tensor_on_device() -> None:
         pytest.skip("no GPU")
     ours, theirs = parameters("cuda"), parameters("cuda")
     lr = torch.tensor(0.01, device="cuda")
-    actual, expected = FusedAdam(ours, lr=lr, weight_decay=0.1), torch_adam(theirs, {"lr": 0.01, "weight_decay": 0.1})
+    actual, expected = (
+        FusedAdam(ours, lr=lr, weight_decay=0.1, decoupled_weight_decay=True),
+        torch_adam(theirs, {"lr": 0.01, "weight_decay": 0.1}),
+    )
     for step, grads in enumerate(gradients("cuda")):
         if step == 50:
             lr.fill_(0.002)
@@ -133,7 +138,7 @@ def test_groups(device: str, backend: str) -> None:
         ]
 
     ours, theirs = parameters(device), parameters(device)
-    actual, expected = FusedAdam(groups(ours)), torch_adam(groups(theirs), {})
+    actual, expected = FusedAdam(groups(ours), decoupled_weight_decay=True), torch_adam(groups(theirs), {})
     for grads in gradients(device):
         for optimizer, params in ((expected, theirs), (actual, ours)):
             set_gradients(params, grads)
@@ -157,11 +162,11 @@ def test_memory_layout_does_not_matter(shape: Shape, dtype: torch.dtype, device:
 
 
 @pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "uncorrected"])
-@pytest.mark.parametrize("adam_w_mode", [True, False], ids=["decoupled", "coupled"])
-def test_formula(corrected: bool, adam_w_mode: bool, device: str, backend: str) -> None:
+@pytest.mark.parametrize("decoupled_weight_decay", [True, False], ids=["decoupled", "coupled"])
+def test_formula(corrected: bool, decoupled_weight_decay: bool, device: str, backend: str) -> None:
     """Beside float64: torch.optim has no bias_correction=False."""
     options = {"lr": 0.01, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.05}
-    options |= {"bias_correction": corrected, "adam_w_mode": adam_w_mode}
+    options |= {"bias_correction": corrected, "decoupled_weight_decay": decoupled_weight_decay}
     params = parameters(device)
     optimizer = FusedAdam(params, **options)
     expected = [Adam(param.detach().cpu().numpy(), **options) for param in params]

@@ -58,7 +58,7 @@ CALLS: dict[str, Callable[[Any, FusedAdamW], Any]] = {
         for name, value in {
             **{"skip_nonfinite": True, "capturable": True, "use_decoupled_grad": True, "seed": 7},
             **{"stochastic_rounding": False, "master_weights": False, "checkpoint_format": "native"},
-            **{"adam_w_mode": False, "offload_states": True, "skip_nonfinite_group": None},
+            **{"offload_states": True, "skip_nonfinite_group": None},
         }.items()
     },
 }

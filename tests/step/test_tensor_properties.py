@@ -110,7 +110,9 @@ class Trainer:
             torch.nn.Parameter(place(values(shape, self.dtype, device, seed=i))) for i, shape in enumerate(SHAPES)
         ]
         formats = {"exp_avg_dtype": fmt.dtype, "exp_avg_sq_dtype": fmt.dtype}
-        self.optimizer = FusedAdam(self.params, lr=0.01, weight_decay=0.1, **formats, **master.options)
+        self.optimizer = FusedAdam(
+            self.params, lr=0.01, weight_decay=0.1, **formats, **master.options, decoupled_weight_decay=True
+        )
 
     def give_gradients(self, change: Property | None = None) -> None:
         self.steps += 1

@@ -117,7 +117,7 @@ class Run:
             params = [(name, param) for name, param in named if name.startswith(f"{prefix_of(FORMATS[index])}_")]
             decay = 0.7 if fresh else 0.1 * index
             groups.append({"params": params, "exp_avg_dtype": fmt, "exp_avg_sq_dtype": fmt, "weight_decay": decay})
-        self.optimizer = FusedAdam(groups, lr=0.5 if fresh else 0.01, seed=3, **options)
+        self.optimizer = FusedAdam(groups, lr=0.5 if fresh else 0.01, seed=3, decoupled_weight_decay=True, **options)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, gamma=0.9)
 
     def train(self, first: int, last: int) -> None:

@@ -99,7 +99,9 @@ def build(kind: str, *, fresh: bool = False, **options: Any) -> tuple[nn.Paramet
         {"params": [matrix, vector], "weight_decay": 0.3},
         {"params": [second, wide], "lr": 0.02, "betas": (0.8, 0.9)},
     ]
-    optimizer = FusedAdam(groups, lr=0.5 if fresh else 0.01, weight_decay=0.1, **masters, **options)
+    optimizer = FusedAdam(
+        groups, lr=0.5 if fresh else 0.01, weight_decay=0.1, **masters, **options, decoupled_weight_decay=True
+    )
     return model, fully_shard_optimizer(optimizer)
 
 

@@ -162,7 +162,13 @@ class Run:
         if how != "plain":
             mesh = mesh_of(how)
             fully_shard(self.model, mesh=mesh["dp"] if how.endswith("tp") else mesh)
-        options = {"lr": 0.5 if fresh else 0.01, "weight_decay": 0.1, "seed": 3, **options}
+        options = {
+            "lr": 0.5 if fresh else 0.01,
+            "weight_decay": 0.1,
+            "decoupled_weight_decay": True,
+            "seed": 3,
+            **options,
+        }
         # torch.distributed.checkpoint loads no states of frozen parameters.
         self.params = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
         self.optimizer = FusedAdam(self.params.values(), **options)

@@ -245,7 +245,9 @@ def check_ranks(recipes: Sequence[Case], ranks: int, how: str, master_weights: b
 def check_masters(case: Case, dtype: torch.dtype) -> None:
     """They follow AdamW of plain weights."""
     run, plain = Run(case, "plain", dtype), plain_model(case, dtype).float()
-    reference = FusedAdam([p for p in plain.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1)
+    reference = FusedAdam(
+        [p for p in plain.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1, decoupled_weight_decay=True
+    )
     torch_adamw = torch.optim.AdamW([p for p in plain_model(case, dtype).float().parameters() if p.requires_grad])
     torch_adamw.param_groups[0].update(lr=0.01, weight_decay=0.1)
     for step in range(4):

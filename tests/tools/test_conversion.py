@@ -118,7 +118,9 @@ def test_between_our_forms(way: str, master: str, tmp_path: Path) -> None:
 def trained(**options: Any) -> tuple[nn.Module, FusedAdam]:
     model = build(torch.float32)
     optimizer = FusedAdam(
-        groups_of(model), **{"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8", **SETTINGS, **options}
+        groups_of(model),
+        **{"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8", **SETTINGS, **options},
+        decoupled_weight_decay=True,
     )
     train(model, optimizer, 0, 3)
     return model, optimizer

@@ -108,7 +108,7 @@ def check_formats(report: dict[str, Any], form: str) -> None:
 
 def save(path: Path, seed: int = 0, **options: Any) -> tuple[nn.Module, FusedAdam]:
     model = build(torch.bfloat16, seed)
-    optimizer = FusedAdam(groups_of(model), **{**INT8, **SETTINGS, **options})
+    optimizer = FusedAdam(groups_of(model), **{**INT8, **SETTINGS, **options}, decoupled_weight_decay=True)
     train(model, optimizer, 0, 2)
     state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=path)
