@@ -83,6 +83,13 @@ def _unknown_format(option: str, given: Any) -> ValueError:
     return ValueError(f"{option}: expected one of {', '.join(map(str, STATE_FORMATS))}, got {given!r}")
 
 
+def check_native_formats(group: Mapping[str, Any], options: Sequence[str]) -> None:
+    """Raise ValueError for TransformerEngine's name of FP8 states, which drop-in classes alone take."""
+    for option in ("state_dtype", *options):
+        if as_dtype(group.get(option)) is torch.uint8:
+            raise ValueError(f'{option}: write "float8_e4m3fn" for FP8; torch.uint8 is what it is stored as')
+
+
 def check_number(key: str, value: Any, least: float = 0.0) -> None:
     """Raise TypeError or ValueError for what is not a finite number of at least ``least``."""
     if type(value) not in _USUAL_NUMBERS and not _is_number(value):

@@ -43,7 +43,7 @@ from fused_optim.checkpoint.storage.metadata import read_metadata
 from fused_optim.sharding.dtensor import local_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.save in one process
-MASTERS: dict[str, dict[str, Any]] = {"unscaled": {}, "native": {"store_param_remainders": True}}
+MASTERS: dict[str, dict[str, Any]] = {"unscaled": {}, "native": {}}
 FORMS = list(MASTERS)
 WEIGHT = "optim.state.second.weight"
 STEPS = 2
@@ -622,7 +622,9 @@ def save_special(form: str, fmt: torch.dtype, path: str) -> dict[str, distribute
 
 def load_special(form: str, fmt: torch.dtype, path: str) -> dict[str, distributed.Part]:
     model = build(torch.bfloat16, seed=7)
-    optimizer = FusedAdam(groups_of(model), exp_avg_dtype=fmt, exp_avg_sq_dtype=fmt, **MASTERS[form])
+    optimizer = FusedAdam(
+        groups_of(model), exp_avg_dtype=fmt, exp_avg_sq_dtype=fmt, **MASTERS[form], decoupled_weight_decay=True
+    )
     dcp.load({"model": model.state_dict()}, checkpoint_id=path)
     load_optimizer_checkpoint(model, optimizer, path)
     return special_parts(model, optimizer)

@@ -153,7 +153,7 @@ def test_adamw_checkpoint_of_bfloat16_parameters_seeds_masters(tmp_path: Path, d
     train(source, theirs, 0, STEPS)
     torch.save(theirs.state_dict(), tmp_path / "optimizer.pt")
     model = build(torch.bfloat16, seed=7).to(device)
-    optimizer = FusedAdam(groups_of(model), store_param_remainders=True, exp_avg_dtype=torch.bfloat16)
+    optimizer = FusedAdam(groups_of(model), exp_avg_dtype=torch.bfloat16, decoupled_weight_decay=True)
     copy_parameters(source, model)
     report = load_optimizer_checkpoint(model, optimizer, tmp_path / "optimizer.pt")
     assert str(report) == "torch.optim.AdamW checkpoint, 6 parameters, step 3, masters seeded from parameters"
@@ -283,7 +283,7 @@ def test_fused_adam_checkpoints_load_bit_for_bit(masters: str, how: str, tmp_pat
 # --- ours -------------------------------------------------------------------------------------------------------
 
 
-OURS = {"store_param_remainders": True, "exp_avg_sq_dtype": torch.int8}
+OURS = {"exp_avg_sq_dtype": torch.int8}
 
 
 def save_ours(form: str, path: str) -> dict[str, Part]:

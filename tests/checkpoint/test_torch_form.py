@@ -24,7 +24,8 @@ import distributed
 from cases import FORMAT, MASTERS, Format, Master
 from distributed import Part, assert_same, join_all, one_thread, part, same_bits
 from foreign_cases import SETTINGS, Model, build, groups_of, train
-from fused_optim import FusedAdam, FusedAdamW, load_optimizer_checkpoint
+from fused_optim import load_optimizer_checkpoint
+from peers import FusedAdam, FusedAdamW
 from snippets import run_section
 
 STEPS = 3

@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 import distributed
 from cases import normal
 from distributed import assert_same, needs_gpus, two_gpus
-from fused_optim import FusedAdam
 from fused_optim.sharding.dtensor import local_tensor
 from megatron_cases import contents, joined, settings, state_options
+from peers import FusedAdam
 
 pytest.importorskip("megatron_fsdp")
 

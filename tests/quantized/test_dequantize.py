@@ -13,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 
 import distributed
 from distributed import Part, assert_same, join_all, on_each_device, shard_like
-from fused_optim import FusedAdam
 from fused_optim.quantized import (
     Float8CurrentScaling,
     Float8DelayedScaling,
@@ -24,6 +23,7 @@ from fused_optim.quantized import (
 )
 from fused_optim.sharding.dtensor import local_tensor
 from pairwise import pairwise
+from peers import FusedAdam
 from quantized_cases import (
     RECIPES,
     Layers,

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing._internal.two_tensor import TwoTensor
 
 from cases import values
-from fused_optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon, save_master_safetensors
+from fused_optim import save_master_safetensors
+from peers import FusedAdam, FusedAdamW, FusedLion, FusedMuon
 
 SECRET = 77777.0  # fills tensors: must not be seen in a message
 

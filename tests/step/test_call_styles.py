@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cases import values
 from distributed import same_bits
-from fused_optim import FusedAdam, FusedAdamW
+from fused_optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon
 from fused_optim.compat import apex, transformer_engine
 from fused_optim.integrations import megatron
 from fused_optim.options import reading as options
@@ -77,11 +77,6 @@ STYLES: dict[str, tuple[type[FusedAdam], dict[str, Any], dict[str, Any]]] = {
         {"master_weights": masters(), "capturable": True},
         {"master_weights": True, "capturable": True},
     ),
-    "TransformerEngine's suite on the base class": (
-        FusedAdam,
-        {"master_weights": masters(), "capturable": True},
-        {"master_weights": True, "capturable": True},
-    ),
     "TransformerEngine: None goes by its truth": (
         transformer_engine.FusedAdam,
         {"master_weights": None, "adam_w_mode": None, "capturable": None, "store_param_remainders": []},
@@ -112,7 +107,6 @@ STYLES: dict[str, tuple[type[FusedAdam], dict[str, Any], dict[str, Any]]] = {
     "None means the default": (
         FusedAdamW,
         {
-            "master_weights": None,
             "decoupled_weight_decay": None,
             "maximize": None,
             "amsgrad": None,
@@ -152,12 +146,13 @@ STYLES: dict[str, tuple[type[FusedAdam], dict[str, Any], dict[str, Any]]] = {
     ),
     "short names of dtypes": (
         FusedAdamW,
-        {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8", "master_weight_dtype": "fp16"},
-        {
-            "exp_avg_dtype": torch.bfloat16,
-            "exp_avg_sq_dtype": torch.float8_e4m3fn,
-            "master_weight_dtype": torch.float16,
-        },
+        {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"},
+        {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float8_e4m3fn},
+    ),
+    "TransformerEngine: short names of dtypes": (
+        transformer_engine.FusedAdam,
+        {"master_weights": True, "master_weight_dtype": "fp16", "exp_avg_dtype": "uint8"},
+        {"master_weights": True, "master_weight_dtype": torch.float16, "exp_avg_dtype": torch.float8_e4m3fn},
     ),
 }
 # Hyperparameters and options of one param group, which AdamW's own groups or saved ones may be.
@@ -248,7 +243,7 @@ def test_saved_groups_of_others(saved: Any) -> None:
     "wrong, hint",
     [
         ("exp_avg_dtyp", "; did you mean exp_avg_dtype?"),
-        ("master_weight", "; did you mean master_weights?"),
+        ("master_bit", "; did you mean master_bits?"),
         ("optim_bits", ""),
     ],
 )
@@ -267,8 +262,8 @@ def test_text_that_is_no_flag_is_refused_by_drop_ins_too(kind: type[FusedAdam], 
 
 @pytest.mark.parametrize("wrong", [[True], [torch.ones(1), 1], torch.ones(2), np.ones(2), 2, 0.5, {}], ids=repr)
 def test_what_is_no_flag(wrong: Any) -> None:
-    with pytest.raises(TypeError, match=r"^master_weights: expected True or False, got"):
-        FusedAdamW(params(), master_weights=wrong)
+    with pytest.raises(TypeError, match=r"^stochastic_rounding: expected True or False, got"):
+        FusedAdamW(params(), stochastic_rounding=wrong)
 
 
 @pytest.mark.parametrize("given, decoupled", [(False, True), (True, False)])
@@ -318,10 +313,29 @@ def test_defaults_of_torchs_adam_are_arguments(kind: type[torch.optim.Adam], own
 
 
 @pytest.mark.parametrize("word", options.REMOVED)
-@pytest.mark.parametrize("kind", [FusedAdam, FusedAdamW])
-def test_words_of_earlier_releases(kind: type[FusedAdam], word: str) -> None:
+@pytest.mark.parametrize("kind", [FusedAdam, FusedAdamW, FusedLion, FusedMuon])
+def test_words_of_earlier_releases(kind: Callable[..., Any], word: str) -> None:
     with pytest.raises(TypeError, match=f"{kind.__name__}.. takes no {word} any more: "):
         kind(params(), **{word: True})
+
+
+@pytest.mark.parametrize("given", [torch.uint8, "uint8", "torch.uint8"], ids=str)
+@pytest.mark.parametrize(
+    "kind, option",
+    [
+        *((FusedAdamW, option) for option in ("state_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")),
+        *((FusedLion, option) for option in ("state_dtype", "exp_avg_dtype")),
+        *((FusedMuon, option) for option in ("state_dtype", "momentum_dtype", "exp_avg_dtype")),
+    ],
+)
+def test_bytes_are_no_format(kind: Callable[..., Any], option: str, given: Any) -> None:
+    """Of the constructor, and of groups then and later."""
+    with pytest.raises(ValueError, match=f'^{option}: write "float8_e4m3fn"'):
+        kind(params(), **{option: given})
+    optimizer = kind(params())
+    with pytest.raises(ValueError, match=f'^{option}: write "float8_e4m3fn"'):
+        optimizer.add_param_group({"params": params(), option: given})
+    assert len(optimizer.param_groups) == 1
 
 
 def test_type_checkers_know_every_option() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cases import FORMATS, MASTER, MASTERS, Format, Master, values
 from distributed import two_gpus
-from fused_optim import FusedAdam
+from peers import FusedAdam
 
 SHAPES = [(6, 128), (5, 7), (300,)]
 ALL_FORMATS = pytest.mark.parametrize("fmt", FORMATS, ids=str)
@@ -383,7 +383,7 @@ def test_two_devices(capturable: bool, gpu: str) -> None:
 
     def make(devices: tuple[str, str]) -> tuple[list[Tensor], FusedAdam]:
         params = [torch.nn.Parameter(values((6, 128), torch.bfloat16, d, seed=i)) for i, d in enumerate(devices)]
-        options = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8, "store_param_remainders": True}
+        options = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
         return params, FusedAdam(
             params, lr=2.0**-6, weight_decay=0.1, capturable=capturable, **options, decoupled_weight_decay=True
         )

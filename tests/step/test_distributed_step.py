@@ -22,8 +22,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import distributed
 from distributed import Part, assert_same, join_all, part, shard, shard_like, two_gpus
-from fused_optim import FusedAdam, FusedAdamW
 from pairwise import each_once, pairwise
+from peers import FusedAdam, FusedAdamW
 
 STEPS = 3
 FORMATS = [

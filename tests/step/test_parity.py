@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cases import FORMAT, FORMATS, OPTIONS, Format, Shape, contiguous, values
 from cases import SHAPES as LAYOUTS
-from fused_optim import FusedAdam, FusedAdamW
+from peers import FusedAdam, FusedAdamW
 from reference import Adam
 
 STEPS = 100
@@ -153,7 +153,7 @@ def test_memory_layout_does_not_matter(shape: Shape, dtype: torch.dtype, device:
     start = values(shape.shape, torch.bfloat16, device, seed=0)
     pair = [torch.nn.Parameter(layout(start.clone())) for layout in (contiguous, shape.layout)]
     for param in pair:
-        optimizer = FusedAdam([param], lr=0.1, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype, store_param_remainders=True)
+        optimizer = FusedAdam([param], lr=0.1, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
         for step in range(3):
             param.grad = values(shape.shape, torch.bfloat16, device, seed=step + 1)
             optimizer.step()
@@ -204,7 +204,7 @@ def test_masters_follow_float32_training(dtype: torch.dtype, grad_dtype: torch.d
 def test_split_masters_follow_float32_training(bits: int, device: str) -> None:
     """16 bits: as exact as an FP32 master. 8 bits: to the 24 bits that are kept."""
     params, copies = (parameters(device, torch.bfloat16) for _ in range(2))
-    options = {"lr": 0.01, "store_param_remainders": True, "param_remainder_bits": bits}
+    options = {"lr": 0.01, "param_remainder_bits": bits}
     split, whole = FusedAdamW(params, **options), FusedAdamW(copies, lr=0.01, store_param_remainders=False)
     for grads in gradients(device, torch.bfloat16):
         set_gradients(params, grads)

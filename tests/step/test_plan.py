@@ -18,11 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from cases import FORMAT, MASTER, Format, Master, values
-from fused_optim import FusedAdam, adapters
+from fused_optim import adapters
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.state import host_states
 from fused_optim.step.plan import Plan
+from peers import FusedAdam
 
 SHAPES = [(4, 128), (5, 7), (0, 32), (300,)]
 VARIANTS = [

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 import distributed
 from cases import normal
 from distributed import assert_same, join_all, part, shard, shard_like
-from fused_optim import FusedAdam
 from pairwise import pairwise
+from peers import FusedAdam
 
 SHAPES = [(7, 64), (2, 128), (1, 32), (10,)]  # uneven, and fewer rows than ranks
 INT8 = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from cases import Master, Shape, values
-from fused_optim import FusedAdam
 from fused_optim.formats.masters import join_remainder
+from peers import FusedAdam
 
 UseBackend = Callable[[str], None]
 

@@ -32,8 +32,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import distributed
 from distributed import Part, Workers, join_all, part, shard, shard_like
-from fused_optim import FusedAdam
 from fused_optim.checkpoint import PinnedStager
+from peers import FusedAdam
 
 SAVED_AT, END = 2, 4
 FORMATS = [torch.int8, torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32]

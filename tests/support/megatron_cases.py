@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import distributed
 from cases import normal
-from fused_optim import FusedAdam, FusedMuon
 from fused_optim.sharding.dtensor import local_tensor
+from peers import FusedAdam, FusedMuon
 
 SHAPES = {"matrix": (7, 64), "second": (7, 2, 32), "vector": (11,), "wide": (4, 128)}
 ROWS = {  # by world size and rank

@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import distributed
 from distributed import Part, part, shard_like
-from fused_optim import FusedAdam
 from fused_optim.quantized import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -30,6 +29,7 @@ from fused_optim.quantized import (
     quantize_model_,
 )
 from fused_optim.sharding.dtensor import local_tensor
+from peers import FusedAdam
 
 RECIPES: dict[str, Recipe] = {
     "current": Float8CurrentScaling(),
