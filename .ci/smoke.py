@@ -69,7 +69,7 @@ class Run:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 64)).bfloat16()
         named = self.model.named_parameters()
-        options = {**FORMATS, "store_param_remainders": True, "checkpoint_format": "native"}
+        options = {**FORMATS, "checkpoint_format": "native"}
         self.optimizer = fused_optim.FusedAdamW(named, lr=1e-2, **options)
 
     def step(self, seed: int) -> None:

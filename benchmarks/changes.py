@@ -23,7 +23,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from byte_gpt import ByteGPT, load_corpus, training_batch
-from fused_optim import FusedAdamW
+from fused_optim import FusedAdam, FusedAdamW
+from fused_optim.compat import transformer_engine
 from fused_optim.quantized import Float8BlockScaling, Float8DelayedScaling, MXFP8BlockScaling, quantize_model_
 from fused_optim.state.changes import parts_of
 from fused_optim.wire import write_changes
@@ -50,7 +51,7 @@ class Weights(nn.Module):
 
 CASES: dict[str, tuple[torch.dtype, Any, dict[str, Any]]] = {
     "BF16, 16-bit remainder, int8 states": (torch.bfloat16, None, {"state_dtype": "int8"}),
-    "BF16, FP32 master, FP32 states": (torch.bfloat16, None, {"store_param_remainders": False}),
+    "BF16, FP32 master, FP32 states": (torch.bfloat16, None, {"master_weights": True}),
     "FP32": (torch.float32, None, {}),
     "MXFP8, FP32 master, int8 states": (torch.bfloat16, MXFP8BlockScaling(), {"state_dtype": "int8"}),
     "FP8 delayed, FP32 master, int8 states": (torch.bfloat16, Float8DelayedScaling(), {"state_dtype": "int8"}),
@@ -62,13 +63,14 @@ CASES: dict[str, tuple[torch.dtype, Any, dict[str, Any]]] = {
 }
 
 
-def build(case: str, device: torch.device) -> tuple[Weights, FusedAdamW]:
+def build(case: str, device: torch.device) -> tuple[Weights, FusedAdam]:
     dtype, recipe, options = CASES[case]
     torch.manual_seed(0)
     model = Weights(dtype, device)
     if recipe is not None:
         quantize_model_(model, recipe)
-    optimizer = FusedAdamW(model.parameters(), lr=1e-6, weight_decay=0.01, **options)
+    kind = transformer_engine.FusedAdam if "master_weights" in options else FusedAdamW
+    optimizer = kind(model.parameters(), lr=1e-6, weight_decay=0.01, **options)
     for param in model.parameters():
         param.grad = (1e-3 * torch.randn(param.shape, device=device)).to(dtype)
     return model, optimizer
@@ -108,7 +110,7 @@ def steps_and_takes(device: torch.device) -> list[dict[str, Any]]:
     return rows
 
 
-def take(model: Weights, optimizer: FusedAdamW, device: torch.device) -> dict[str, Any]:
+def take(model: Weights, optimizer: FusedAdam, device: torch.device) -> dict[str, Any]:
     """Milliseconds until the changes of one step are there, and how many those are; of one take those of the device.
 
     ``first_step_ms``: of steps that follow a take.
@@ -145,7 +147,7 @@ def take(model: Weights, optimizer: FusedAdamW, device: torch.device) -> dict[st
     }
 
 
-def step_on_device(optimizer: FusedAdamW, device: torch.device) -> float:
+def step_on_device(optimizer: FusedAdam, device: torch.device) -> float:
     """Milliseconds of one step, which begins once all of it is launched."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(10_000_000)
@@ -192,7 +194,7 @@ def stream(name: str, device: torch.device, recipe: Any = None) -> dict[str, Any
 
 def _publish(
     model: ByteGPT,
-    optimizer: FusedAdamW,
+    optimizer: FusedAdam,
     corpus: Any,
     steps: range,
     every: int,

@@ -41,7 +41,6 @@ from step import machine, synchronize, write
 FORMATS: dict[str, Any] = {
     "exp_avg_dtype": torch.int8,
     "exp_avg_sq_dtype": torch.int8,
-    "store_param_remainders": True,
 }
 WARMUP = 4  # steps
 PASSES = ("eager", "compiled")

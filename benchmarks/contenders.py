@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_optim import FusedAdamW
+from fused_optim.compat import transformer_engine as compat
 from fused_optim.quantized import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -52,15 +53,16 @@ def states(dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 # --- ours -------------------------------------------------------------------------------------------------------
 
-SEPARATE: dict[str, Any] = {"store_param_remainders": False}
-SPLIT16: dict[str, Any] = {"store_param_remainders": True}
-SPLIT8: dict[str, Any] = {"store_param_remainders": True, "param_remainder_bits": 8}
-NO_MASTER: dict[str, Any] = {"master_weights": False}
+SEPARATE: dict[str, Any] = {"master_weights": True}  # only the drop-in classes have these
+SPLIT16: dict[str, Any] = {"master_bits": 32}
+SPLIT8: dict[str, Any] = {"master_bits": 24}
+NO_MASTER: dict[str, Any] = {"master_bits": 0}
 SCALES = 2 * 2 * 4 / 128  # of both moments: one FP32 scale per 128 elements, read and written
 
 
 def ours(name: str, moved: float, dtype: torch.dtype = BF16, **options: Any) -> Contender:
-    return Contender(f"FusedAdamW {name}", dtype, moved, lambda params: FusedAdamW(params, **HYPER, **options))
+    kind = compat.FusedAdam if "master_weights" in options else FusedAdamW
+    return Contender(f"FusedAdamW {name}", dtype, moved, lambda params: kind(params, **HYPER, **options))
 
 
 OURS = [

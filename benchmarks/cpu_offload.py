@@ -30,7 +30,6 @@ from step import machine, synchronize, write
 HYPER: dict[str, Any] = {"lr": 1e-5, "weight_decay": 0.1}
 INT8: dict[str, Any] = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
 BF16: dict[str, Any] = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
-SPLIT: dict[str, Any] = {"store_param_remainders": True}
 
 Build = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 # The dtype of the parameters, and their optimizer.
@@ -42,7 +41,7 @@ CONTENDERS: dict[str, tuple[torch.dtype, Build]] = {
     "FusedAdamW, int8 states": (torch.float32, lambda params: FusedAdamW(params, **HYPER, **INT8)),
     "FusedAdamW, BF16, 16-bit remainder, int8 states": (
         torch.bfloat16,
-        lambda params: FusedAdamW(params, **HYPER, **INT8, **SPLIT),
+        lambda params: FusedAdamW(params, **HYPER, **INT8),
     ),
 }
 

@@ -57,7 +57,8 @@ def quantized(count: int, device: str, recipe: Recipe) -> tuple[list[Tensor], Ca
 def host_times(params: list[Tensor], grad: Callable[[Tensor], Tensor], device: str, steps: int) -> list[float]:
     """Seconds of each step after three that warm up; a GPU is idle when a step begins."""
     decoupled = type(params[0]) is Tensor and params[0].dtype != torch.float32
-    optimizer = FusedAdamW(params, lr=1e-3, use_decoupled_grad=decoupled, **FORMATS)
+    optimizer = FusedAdamW(params, lr=1e-3, **FORMATS)
+    optimizer.use_decoupled_grad = decoupled
     times = []
     for _ in range(steps + 3):
         for param in params:

@@ -31,7 +31,7 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "FusedAdamW, BF16": (FusedAdamW, states(torch.bfloat16)),
     "FusedAdamW, FP8": (FusedAdamW, states(torch.float8_e4m3fn)),
     "FusedAdamW, int8": (FusedAdamW, states(torch.int8)),
-    "FusedAdamW, int8, 16-bit remainders": (FusedAdamW, {**states(torch.int8), "store_param_remainders": True}),
+    "FusedAdamW, int8, 16-bit remainders": (FusedAdamW, {**states(torch.int8), "master_bits": 32}),
 }
 
 
@@ -43,7 +43,7 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> dict[s
     cls, options = OPTIMIZERS[name]
     torch.manual_seed(0)
     layers = [Layer(args.width, args.width, bias=False, device=device) for _ in range(args.layers)]
-    main = None if "store_param_remainders" in options else torch.float32
+    main = None if "master_bits" in options else torch.float32
     policy = MixedPrecisionPolicy(main_params_dtype=main)
     model = nn.Sequential(*layers).bfloat16()
     model = fully_shard_model(model, fsdp_unit_modules=[Layer], mixed_precision_policy=policy)

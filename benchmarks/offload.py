@@ -20,20 +20,20 @@ import torch
 from torch import Tensor
 
 from fused_optim import FusedAdamW, enable_gradient_release
+from fused_optim.compat import transformer_engine
 from fused_optim.memory.host_memory import host_zeros
 from llama import llama_1b, small_llama
 from step import llama_shapes, machine, make_params, synchronize, timed, write
 
 CHUNK = 32 << 20  # bytes of a copy
 WARMUP = 2
-INT8 = {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8", "store_param_remainders": True}
+INT8 = {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"}
 FORMATS: dict[str, dict[str, Any]] = {
-    "FP32, FP32 masters": {"store_param_remainders": False},
-    "FP32, 16-bit remainders": {"store_param_remainders": True},
+    "FP32, FP32 masters": {"master_weights": True},
+    "FP32, 16-bit remainders": {},
     "BF16, 16-bit remainders": {
         "exp_avg_dtype": "bfloat16",
         "exp_avg_sq_dtype": "bfloat16",
-        "store_param_remainders": True,
     },
     "int8, 16-bit remainders": INT8,
 }
@@ -71,7 +71,7 @@ def step_of(
 ) -> dict[str, Any]:
     params = make_params(list(shapes), torch.bfloat16, device, sharded=False)
     bare = allocated(device)
-    optimizer = FusedAdamW(params, **options)
+    optimizer = (transformer_engine.FusedAdam if "master_weights" in options else FusedAdamW)(params, **options)
     for _ in range(WARMUP):
         optimizer.step()
     reset_peak(device)

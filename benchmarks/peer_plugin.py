@@ -81,7 +81,7 @@ def torchs_with_ours(without: tuple[str, ...]) -> Mapping[str, type]:
 
     class Adam(FusedAdam):
         def __init__(self, params: Any, *arguments: Any, **options: Any) -> None:
-            options = {"adam_w_mode": False, "checkpoint_format": "torch", **given(options)}
+            options = {"decoupled_weight_decay": False, "checkpoint_format": "torch", **given(options)}
             super().__init__(params, *arguments, **options)
 
         def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -21,7 +21,8 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from fp8_training import RECIPES
-from fused_optim import FusedAdamW, FusedMuon
+from fused_optim import FusedAdam, FusedAdamW, FusedMuon
+from fused_optim.compat import transformer_engine
 from fused_optim.quantized import Recipe, UsualLayers, quantize_model_
 from quality import HEAD_WIDTH, LARGEST_NORM, WEIGHT_DECAY
 
@@ -101,11 +102,12 @@ class Run:
         return "" if self.cpu or device.type == "cuda" else "runs on GPUs only"
 
 
-SEPARATE = {"store_param_remainders": False}  # FP32 masters
+SEPARATE = {"master_weights": True}  # FP32 masters, which only the drop-in classes have beside BF16 parameters
 
 
 def ours(label: str, states: torch.dtype, recipe: Recipe | None = None, seed: int = 0, **options: Any) -> Run:
-    optimizer = partial(FusedAdamW, exp_avg_dtype=states, exp_avg_sq_dtype=states, **options)
+    kind = transformer_engine.FusedAdam if "master_weights" in options else FusedAdamW
+    optimizer = partial(kind, exp_avg_dtype=states, exp_avg_sq_dtype=states, **options)
     return Run(f"FusedAdamW {label}", optimizer, seed=seed, recipe=recipe)
 
 
@@ -114,8 +116,7 @@ def int8(seed: int = 0) -> Run:
 
 
 def remainder8(seed: int = 0) -> Run:
-    options: dict[str, Any] = {"store_param_remainders": True, "param_remainder_bits": 8}
-    return ours("8-bit remainder, int8 states", torch.int8, seed=seed, **options)
+    return ours("8-bit remainder, int8 states", torch.int8, seed=seed, master_bits=24)
 
 
 def fp8_products(recipe: str, seed: int = 0) -> Run:
@@ -205,7 +206,7 @@ RUNS: dict[str, Run] = {  # in the order of their worth
     "remainder8-int8": remainder8(),
     "fp8": ours("FP32 master, FP8 states", FP8, **SEPARATE),
     "bf16": ours("FP32 master, BF16 states", BF16, **SEPARATE),
-    "no-master-int8": ours("no master, int8 states", INT8, master_weights=False),
+    "no-master-int8": ours("no master, int8 states", INT8, master_bits=0),
     "flash": peer("FlashAdamW, 24-bit master", "flashoptim:FlashAdamW", copies=False, master_weight_bits=24),
     "torchao": peer("torchao AdamW8bit, FP32 parameters", "torchao.optim:AdamW8bit", copies=True),
     "bitsandbytes": peer("bitsandbytes AdamW8bit, FP32 parameters", "bitsandbytes.optim:AdamW8bit", copies=True),
@@ -250,7 +251,7 @@ class Trainee:
         if self.params is not self.weights:
             for param, weight in zip(self.params, self.weights):
                 param.grad, weight.grad = weight.grad.float(), None
-        if isinstance(self.optimizer, FusedAdamW | FusedMuon):
+        if isinstance(self.optimizer, FusedAdam | FusedMuon):
             self.optimizer.clip_grad_norm_(LARGEST_NORM)
         else:
             nn.utils.clip_grad_norm_(self.params, LARGEST_NORM)

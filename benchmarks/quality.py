@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from fused_optim import FusedAdamW
+from fused_optim.compat import transformer_engine
 from fused_optim.quantized import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -247,14 +248,14 @@ class Run:
 
 
 def our_run(name: str, states: torch.dtype, **options: Any) -> Run:
-    optimizer = partial(FusedAdamW, exp_avg_dtype=states, exp_avg_sq_dtype=states, **options)
+    kind = transformer_engine.FusedAdam if "master_weights" in options else FusedAdamW
+    optimizer = partial(kind, exp_avg_dtype=states, exp_avg_sq_dtype=states, **options)
     return Run(f"FusedAdamW {name}", torch.bfloat16, optimizer)
 
 
 def loss_runs(seeds: int) -> list[Run]:
-    separate: dict[str, Any] = {"store_param_remainders": False}
-    split16: dict[str, Any] = {"store_param_remainders": True}
-    split8: dict[str, Any] = {**split16, "param_remainder_bits": 8}
+    separate: dict[str, Any] = {"master_weights": True}  # only the drop-in classes have these
+    split8: dict[str, Any] = {"master_bits": 24}
     return [
         *(Run("FP32", torch.float32, partial(torch.optim.AdamW, fused=True), seed) for seed in range(seeds)),
         our_run("FP32 master, FP32 states", torch.float32, **separate),
@@ -262,10 +263,10 @@ def loss_runs(seeds: int) -> list[Run]:
         our_run("FP32 master, FP16 states", torch.float16, **separate),
         our_run("FP32 master, FP8 states", torch.float8_e4m3fn, **separate),
         our_run("FP32 master, int8 states", torch.int8, **separate),
-        our_run("16-bit remainder, int8 states", torch.int8, **split16),
+        our_run("16-bit remainder, int8 states", torch.int8),
         our_run("8-bit remainder, FP8 states", torch.float8_e4m3fn, **split8),
         our_run("8-bit remainder, int8 states", torch.int8, **split8),
-        our_run("no master, int8 states", torch.int8, master_weights=False),
+        our_run("no master, int8 states", torch.int8, master_bits=0),
         *(
             Run(name, torch.float32, partial(RoundedAdamW, round_m=round_m, round_v=round_v))
             for name, (round_m, round_v) in PEER_FORMATS.items()

@@ -38,7 +38,7 @@ from simulation import sharded_parameter, simulated
 TENSOR_PARALLEL = 8
 SHARDED_BY = {64: 8, 1024: 64, 16384: 256}  # ranks of one replica under HSDP
 LAUNCH = 396  # shards in the table of one launch, csrc/multi_tensor/cuda/table.cuh
-FORMATS = {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8", "store_param_remainders": True}
+FORMATS = {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"}
 
 
 # --- models -------------------------------------------------------------------------------------------------------

@@ -53,7 +53,6 @@ RECIPES = {
     "float8_block": Float8BlockScaling(block=(1, 128)),  # tiles of 128 x 128 cannot be cut for three ranks
     "nvfp4": NVFP4BlockScaling(),
 }
-REMAINDERS = {"fp32": False, "remainder16": True}  # the 16 bits that a BF16 parameter lacks of its FP32 master
 BETAS = (0.9, 0.95)
 FINAL_LR_FRACTION = 0.1
 MUON_LR_FACTOR = 10  # 0.02, as usual, where AdamW has 0.002
@@ -66,8 +65,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--state-dtype", choices=STATE_DTYPES, default="int8", help="moments of FusedAdamW and FusedMuon"
     )
-    # Not "--master": torchrun would take that for the start of its own --master-addr.
-    parser.add_argument("--masters", choices=REMAINDERS, default="fp32", help="of FusedAdamW")
     parser.add_argument("--quantize", choices=RECIPES, help="keep the weights of linear layers in this format")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=3)
@@ -127,7 +124,6 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> AdamW | Fused
     formats: dict[str, Any] = {
         "exp_avg_dtype": moments,
         "exp_avg_sq_dtype": moments,
-        "store_param_remainders": REMAINDERS[args.masters],
     }
     if args.optimizer == "muon":  # an orthogonalized update is small in each of its elements
         groups = muon_param_groups(model, lr=MUON_LR_FACTOR * args.lr)

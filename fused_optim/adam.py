@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fused_optim.backends.tables import Rule as RuleNumber
-from fused_optim.decorators import between_graphs, between_steps
+from fused_optim.decorators import between_graphs
 from fused_optim.formats.arithmetic import fused, normal, sqrt
 from fused_optim.formats.states import Kind
 from fused_optim.optimizer import ShardedOptimizer
@@ -125,10 +125,10 @@ class Adam(OneRule):
 class FusedAdam(ShardedOptimizer):
     """Adam (Kingma & Ba, 2015) and AdamW (Loshchilov & Hutter, 2019), one pass per step over all local shards.
 
-    Behaves as ``torch.optim.AdamW``, and with ``adam_w_mode=False`` as ``torch.optim.Adam``: param groups, closures,
-    schedulers, hooks, ``state_dict``. All arithmetic is FP32. ``optimizer.state[p]`` holds ``exp_avg``, ``exp_avg_sq``
-    and, for parameters that are not FP32, ``master_param``: tensors shaped, sharded and placed as ``p``. The step
-    counter is ``param_group["step"]``.
+    Behaves as ``torch.optim.Adam``, and with ``decoupled_weight_decay=True`` as ``torch.optim.AdamW``: param groups,
+    closures, schedulers, hooks, ``state_dict``. All arithmetic is FP32. ``optimizer.state[p]`` holds ``exp_avg``,
+    ``exp_avg_sq`` and, for parameters that are not FP32, ``master_param``: tensors shaped, sharded and placed as ``p``.
+    The step counter is ``param_group["step"]``.
 
     Configs may give dtypes by name ("int8", "torch.bfloat16", "fp32", "bf16", "fp16", "fp8", "8bit") and numbers, betas
     and flags as text ("1e-4", "(0.9, 0.95)", "false"). Param groups keep the names of dtypes that they were given, so
@@ -142,41 +142,33 @@ class FusedAdam(ShardedOptimizer):
         betas: decay rates of the moments, in [0, 1).
         eps: added to the denominator, outside of the square root; at least ``2**-60 / sqrt(1 - betas[1])``, 2.7e-17 by
             default: smaller second moments are kept as 0.
-        weight_decay: decoupled (AdamW) or, with ``adam_w_mode=False``, added to the gradient (L2).
+        weight_decay: where it is not 0, here or in a param group, ``decoupled_weight_decay`` says how it is applied.
         amsgrad: not supported, must be False.
         bias_correction: divide the moments by ``1 - beta ** step``.
-        adam_w_mode: True for AdamW, False for torch.optim.Adam's L2 penalty.
         maximize: ascend instead of descend.
         capturable: ``step()`` can be captured into a CUDA graph, after one warm-up step or ``initialize_state()``. The
             step counters are on the devices then. A replay uses the learning rate that a tensor ``lr`` on the GPU has
             at that time; a float ``lr`` is copied to the GPU by ``step()`` and ``initialize_state()`` outside of
             captures, so replays use the value of the last one of these. All other hyperparameters, and which
             parameters have gradients, are those of the capture. No effect on parameters on the CPU.
-        master_weights: keep a master of parameters that are not FP32.
-        master_weight_dtype: ``torch.float32`` or ``torch.float16``: with one FP32 scale per block, as FP16 moments, and
-            FP32 where no block fits. It rounds in the rotating way, and the parameter is its rounded value. Remainders
-            take as much memory with BF16 parameters and lose nothing.
-        store_param_remainders: keep only the bits that a BF16 parameter lacks instead of a whole FP32 master.
-        param_remainder_bits: 16 for lossless FP32 masters, 8 for 24-bit masters, which round in the rotating way.
+        master_bits: 32: parameters that are not FP32 have exact FP32 masters; BF16 parameters store only the bits that
+            they lack, in 2 bytes per element. 24: BF16 parameters have 24-bit masters, in 1 byte, which round in the
+            rotating way, and others FP32 ones. 0: no masters. None means 32.
         exp_avg_dtype: how the first moment is kept: ``torch.float32``, ``bfloat16``, ``float16``, ``float8_e4m3fn``
-            (or ``uint8``, TransformerEngine's spelling) or ``int8``; the last three with one FP32 scale per 128, 64 or
-            32 elements of a row, and FP32 where no such block divides the rows of all shards or a one-dimensional
-            parameter has fewer than 4096 elements. Also as a param-group option.
+            or ``int8``; the last three with one FP32 scale per 128, 64 or 32 elements of a row, and FP32 where no such
+            block divides the rows of all shards or a one-dimensional parameter has fewer than 4096 elements. Also as a
+            param-group option.
         exp_avg_sq_dtype: the same of the second moment.
-        stochastic_rounding: rotating rounding, not nearest, of states that are not FP32, of 24-bit and FP16 masters,
-            and of parameters without master. Rounded to nearest, changes below half a last place are lost forever.
+        state_dtype: of all states whose own option is None.
+        stochastic_rounding: rotating rounding, not nearest, of states that are not FP32, of 24-bit masters, and of
+            parameters without master. Rounded to nearest, changes below half a last place are lost forever.
         seed: of the rounding sequence, a function of (seed, step, parameter, global element index). A parameter counts
             by its name where ``params`` has names, so that optimizers of parts of a model round as one of all of it
             does; else by its position.
-        use_decoupled_grad: read gradients from ``p.decoupled_grad`` instead of ``p.grad``.
         skip_nonfinite: a step whose gradients hold a NaN or an infinity, on any rank, changes nothing and does not
             count; nothing is read back. It costs one pass over the gradients, none where the optimizer's own
             ``clip_grad_norm_`` was called for the step, and a reduction over the default process group, which makes
             ``step()`` a collective; ``skip_nonfinite_group`` may be set to another one. ``skipped_steps`` counts.
-        unscales_gradients: who divides the gradients by the scale of a ``torch.amp.GradScaler``. True: ``step()``, in
-            its one pass. False: the scaler before it calls ``step()``, in a pass of its own, and it reads back whether
-            to skip the step, as for optimizers that know nothing of it. Loops that clip only such gradients ask for
-            that: Lightning's with ``gradient_clip_val``.
         offload_states: moments, masters beside the parameters, and scales live in page-locked host memory. ``step()``
             brings them to the GPU in chunks, through 96 MB of buffers, and back; it returns when they are in host
             memory again. The same bits as without. No effect on parameters in host memory, whose states are there
@@ -192,25 +184,27 @@ class FusedAdam(ShardedOptimizer):
             unscaled states of one parameter do (or 64 MB). What it hands over by reference (FP32 states; in the native
             form BF16 ones, too) stays where it is. "stager": all is handed over by reference, or made when it is read,
             to be copied by ``fused_optim.checkpoint.PinnedStager``. It may be changed at any time.
-        set_grad_none: what ``zero_grad()`` does by default; None means True, as in torch.
         fused: which of its implementations torch.optim.AdamW is to take; without effect here.
         foreach: the same.
         differentiable: not supported, must be False.
-        decoupled_weight_decay: torch's name for ``adam_w_mode``, which it replaces where it is given. So the
-            ``defaults`` of torch.optim.Adam and AdamW are arguments.
+        decoupled_weight_decay: False: weight decay is added to the gradient, as by torch.optim.Adam (L2). True: the
+            parameter is multiplied by ``1 - lr * weight_decay``, as by torch.optim.AdamW, and by TransformerEngine's
+            and Apex's FusedAdam. None: not said. The ``defaults`` of torch.optim.Adam and AdamW are arguments.
 
     Raises:
-        ValueError, TypeError: for hyperparameters or parameters that cannot be used; nothing has been changed then.
+        ValueError, TypeError: for hyperparameters or parameters that cannot be used, and for a weight decay without
+            ``decoupled_weight_decay``; nothing has been changed then.
 
     Works with ``torch.amp.GradScaler``: the update divides the gradients by the scale, and leaves them so in ``.grad``
     (without clipping, the sign of ``maximize`` or the L2 penalty), as torch's fused optimizers do. On GPUs a step
     with an overflow is skipped without the host knowing. So ``param_group["step"]`` counts skipped steps too, and
     replays of a CUDA graph not at all, until ``state_dict()`` brings it up to date. A value written to it that differs
-    from the one it shows is obeyed by the next step that is called.
+    from the one it shows is obeyed by the next step that is called. With ``optimizer.unscales_gradients = False`` the
+    scaler divides the gradients before it calls ``step()``, in a pass of its own, as for optimizers that know nothing
+    of it; Lightning's ``gradient_clip_val`` asks for that.
     """
 
     rule: Adam
-    _default_remainders: bool | None = None  # what `store_param_remainders=None` stands for
 
     @between_graphs
     @reads_arguments
@@ -224,27 +218,19 @@ class FusedAdam(ShardedOptimizer):
         amsgrad: bool = False,
         *,
         bias_correction: bool = True,
-        adam_w_mode: bool = True,
         maximize: bool = False,
         capturable: bool = False,
-        master_weights: bool = True,
-        master_weight_dtype: torch.dtype | str = torch.float32,
-        store_param_remainders: bool | None = None,
-        param_remainder_bits: int | None = None,
         exp_avg_dtype: torch.dtype | str | None = None,
         exp_avg_sq_dtype: torch.dtype | str | None = None,
         state_dtype: torch.dtype | str | None = None,
         master_bits: int | None = None,
         stochastic_rounding: bool = True,
         seed: int = 0,
-        use_decoupled_grad: bool = False,
         skip_nonfinite: bool = False,
-        unscales_gradients: bool = True,
         offload_states: bool = False,
         offload_fraction: float = 1.0,
         checkpoint_format: CheckpointFormat = "unscaled",
         checkpoint_device: CheckpointDevice = None,
-        set_grad_none: bool | None = None,
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
@@ -252,10 +238,10 @@ class FusedAdam(ShardedOptimizer):
     ) -> None:
         check_differentiable(differentiable)
         if decoupled_weight_decay is not None:
-            adam_w_mode = flag_of("decoupled_weight_decay", decoupled_weight_decay)
+            decoupled_weight_decay = flag_of("decoupled_weight_decay", decoupled_weight_decay)
         super().__init__(
             params,
-            Adam(adam_w_mode),
+            Adam(decoupled_weight_decay is not False),
             {
                 "lr": lr,
                 "betas": betas,
@@ -264,46 +250,28 @@ class FusedAdam(ShardedOptimizer):
                 "amsgrad": amsgrad,
                 "bias_correction": bias_correction,
                 "maximize": maximize,
+                "decoupled_weight_decay": decoupled_weight_decay,
             },
             {EXP_AVG.option: exp_avg_dtype, EXP_AVG_SQ.option: exp_avg_sq_dtype},
             state_dtype,
             {
                 "capturable": capturable,
-                "master_weights": master_weights,
-                "master_weight_dtype": master_weight_dtype,
-                "store_param_remainders": self._default_remainders
-                if store_param_remainders is None
-                else store_param_remainders,
-                "param_remainder_bits": param_remainder_bits,
                 "master_bits": master_bits,
                 "stochastic_rounding": stochastic_rounding,
                 "seed": seed,
-                "use_decoupled_grad": use_decoupled_grad,
                 "skip_nonfinite": skip_nonfinite,
-                "unscales_gradients": unscales_gradients,
                 "offload_states": offload_states,
                 "offload_fraction": offload_fraction,
                 "checkpoint_format": checkpoint_format,
                 "checkpoint_device": checkpoint_device,
-                "set_grad_none": set_grad_none,
                 "fused": fused,
                 "foreach": foreach,
             },
         )
 
-    @property
-    def adam_w_mode(self) -> bool:
-        """True for AdamW's decoupled weight decay, False for torch.optim.Adam's L2 penalty."""
-        return self.rule.adam_w_mode
-
-    @adam_w_mode.setter
-    @between_steps
-    def adam_w_mode(self, mode: bool) -> None:
-        self.rule.adam_w_mode = mode
-
 
 class FusedAdamW(FusedAdam):
-    """:class:`FusedAdam` with torch.optim.AdamW's default ``weight_decay`` of 0.01."""
+    """:class:`FusedAdam` with torch.optim.AdamW's weight decay: decoupled, 0.01 by default."""
 
     @shows_options_of(FusedAdam.__init__)
     def __init__(
@@ -316,4 +284,6 @@ class FusedAdamW(FusedAdam):
         amsgrad: bool = False,
         **options: Unpack[Options],
     ) -> None:
+        if options.get("decoupled_weight_decay") is None:
+            options["decoupled_weight_decay"] = True
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)

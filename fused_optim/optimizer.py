@@ -20,11 +20,13 @@ from fused_optim.options.checks import (
     check_checkpoint_format,
     check_hyperparameters,
     check_iterable,
+    check_native_formats,
     check_params,
     check_torchs_options,
     check_whole,
 )
 from fused_optim.options.reading import (
+    PEERS_WORDS,
     TORCHS_OPTIONS,
     CheckpointDevice,
     CheckpointFormat,
@@ -69,10 +71,6 @@ class ShardedOptimizer(Publisher):
     settings: Settings
 
     capturable = Setting[bool]()
-    master_weights = Setting[bool]()
-    master_weight_dtype = Setting[torch.dtype]()
-    store_param_remainders = Setting[bool | None]()
-    param_remainder_bits = Setting[int]()
     stochastic_rounding = Setting[bool]()
     seed = Setting[int]()
     use_decoupled_grad = Setting[bool]()
@@ -81,12 +79,12 @@ class ShardedOptimizer(Publisher):
     offload_states = Setting[bool]()
     offload_fraction = Setting[float]()
     checkpoint_device = Setting[CheckpointDevice]()
-    set_grad_none = Setting[bool | None]()
     fused = Setting[bool | None]()
     foreach = Setting[bool | None]()
 
     _saves_int16_remainders = False  # in the unscaled form, instead of FP32 masters
     _synthetic_of_plain = True  # whether first steps of plain tensors may be synthetic
+    _peers: Mapping[str, Any] | None = None  # of drop-in classes: settings that they have other words for, as given
 
     def __init__(
         self,
@@ -99,16 +97,23 @@ class ShardedOptimizer(Publisher):
     ) -> None:
         check_iterable(params)
         self.rule = rule
-        self.settings = Settings.read(**options)
+        peers = self._peers
+        self.settings = Settings.read(**{**options, **(peers or {})})
         self._check_form(self.settings.checkpoint_format)
         self.store = StateStore(self)
         self.stepper = Stepper(self.store, 0, self._synthetic_of_plain)
         usual = torch.float32 if state_dtype is None else state_dtype
         chosen = {key: usual if dtype is None else dtype for key, dtype in dtypes.items()}
-        chosen = spelled_alike({**chosen, "master_weight_dtype": options.get("master_weight_dtype", torch.float32)})
-        own = {**rule.options, **self.settings.as_dict(), "state_dtype": state_dtype, "master_bits": None}
-        defaults = {**hyperparameters, **own, **chosen, "differentiable": False, "decoupled_weight_decay": None}
+        own = {**self.settings.as_dict(), "master_bits": None, "state_dtype": state_dtype}
+        if peers is None:
+            own = {key: value for key, value in own.items() if key not in PEERS_WORDS}
+            own["master_bits"] = self.settings.master_bits
+        else:
+            chosen["master_weight_dtype"] = peers.get("master_weight_dtype", torch.float32)
+        own |= spelled_alike(chosen)
+        defaults = {"differentiable": False, "decoupled_weight_decay": None, **hyperparameters, **own}
         defaults |= read_group(defaults, {})
+        self._check_formats(defaults)
         check_hyperparameters(defaults, rule)
         super().__init__(params, defaults)
 
@@ -151,8 +156,9 @@ class ShardedOptimizer(Publisher):
         read = read_group(param_group, self.defaults)
         if param_group.get("state_dtype") is not None:
             read |= {key: param_group["state_dtype"] for key in self.store.format_options if key not in param_group}
+        self._check_formats({**param_group, **read})
         check_hyperparameters({**self.defaults, **param_group, **read}, self.rule)
-        check_torchs_options(param_group, self.rule)
+        check_torchs_options(param_group, self.defaults, self.rule)
         number, whole = len(self.param_groups), {**self.rule.options, **self.settings.of_whole_optimizer}
         ignored = [key for key in whole if asks_for_another(key, param_group.get(key), whole[key])]
         self.stepper.ignored[number] = ignored
@@ -239,6 +245,9 @@ class ShardedOptimizer(Publisher):
         self._check_form(form)
         self.settings.checkpoint_format = form
 
+    def _check_formats(self, group: Mapping[str, Any]) -> None:
+        check_native_formats(group, self.store.format_options)
+
     def _check_form(self, form: CheckpointFormat) -> None:
         check_checkpoint_format(form)
         if form == "torch" and not self.rule.has_torch_form:
@@ -280,9 +289,9 @@ class ShardedOptimizer(Publisher):
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
         """A state's local values: FP32, shaped as the parameter's local shard.
 
-        With ``store_param_remainders=True`` ``master_param`` gives the stored remainders (int16 or int8), as in
-        TransformerEngine. FP32 states are returned themselves, others as a copy. Raises KeyError for a state that the
-        parameter does not have.
+        With ``store_param_remainders=True`` a drop-in class gives the stored remainders (int16 or int8) as
+        ``master_param``, as TransformerEngine does. FP32 states are returned themselves, others as a copy. Raises
+        KeyError for a state that the parameter does not have.
         """
         if state_name == MASTER:
             self._reconcile(alone=True)
@@ -393,7 +402,7 @@ class ShardedOptimizer(Publisher):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Reset the gradients, ``decoupled_grad`` included where it is used, and drop the clipping of the next step."""
         self.stepper.drop_gradients()
-        asked = self.set_grad_none if set_to_none is None else set_to_none
+        asked = self.settings.set_grad_none if set_to_none is None else set_to_none
         set_to_none = True if asked is None else asked
         super().zero_grad(set_to_none=set_to_none)
         for param in self.store.params if self.use_decoupled_grad else ():

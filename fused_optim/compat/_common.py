@@ -2,11 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
+
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from fused_optim.adam import FusedAdam
+from fused_optim.decorators import between_steps
+from fused_optim.optimizer import ShardedOptimizer
+from fused_optim.options.reading import PEERS_WORDS, AllOptions
+from fused_optim.options.settings import Setting
 from fused_optim.sharding.dtensor import local_tensor
+
+
+class PeersSettings(ShardedOptimizer):
+    """A base of optimizers with the settings that only drop-in classes are given as arguments, and show.
+
+    Masters: ``master_weights`` says whether parameters that are not FP32 have them. ``master_weight_dtype`` is
+    ``torch.float32`` or ``torch.float16``: with one FP32 scale per block, and FP32 where no block fits; it rounds in
+    the rotating way, and the parameter is its rounded value. ``store_param_remainders``: keep only the bits that a BF16
+    parameter lacks instead of a whole FP32 master. ``param_remainder_bits``: 16 for lossless ones, 8 for 24-bit ones.
+
+    ``use_decoupled_grad``: read gradients from ``p.decoupled_grad`` instead of ``p.grad``. ``set_grad_none``: what
+    ``zero_grad()`` does by default; None means True. ``unscales_gradients``: True: ``step()`` divides gradients by the
+    scale of a GradScaler; False: the scaler does.
+    """
+
+    master_weights = Setting[bool]()
+    master_weight_dtype = Setting[torch.dtype]()
+    store_param_remainders = Setting[bool | None]()
+    param_remainder_bits = Setting[int]()
+    set_grad_none = Setting[bool | None]()
+
+    _default_remainders: bool | None = None  # what `store_param_remainders=None` stands for
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._peers = peers = {word: options.pop(word) for word in PEERS_WORDS if word in options}
+        if peers.get("store_param_remainders") is None:
+            peers["store_param_remainders"] = self._default_remainders
+        super().__init__(*arguments, **options)
+
+    def _check_formats(self, group: Mapping[str, Any]) -> None:
+        """Also torch.uint8: FP8 states, as TransformerEngine names them."""
+
+
+class PeersAdam(PeersSettings, FusedAdam):
+    """:class:`fused_optim.FusedAdam` with the words that its peers have for its options."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        adam_w_mode: bool = True,
+        **options: Unpack[AllOptions],
+    ) -> None:
+        if options.get("decoupled_weight_decay") is None:
+            options["decoupled_weight_decay"] = adam_w_mode
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
+
+    @property
+    def adam_w_mode(self) -> bool:
+        """True for AdamW's decoupled weight decay, False for torch.optim.Adam's L2 penalty."""
+        return self.rule.adam_w_mode
+
+    @adam_w_mode.setter
+    @between_steps
+    def adam_w_mode(self, mode: bool) -> None:
+        self.rule.adam_w_mode = mode
 
 
 def refuse_amsgrad(amsgrad: bool) -> None:

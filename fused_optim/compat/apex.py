@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-import fused_optim.adam
-from fused_optim.compat._common import put_rates_on_devices, refuse_amsgrad
+from fused_optim.compat._common import PeersAdam, put_rates_on_devices, refuse_amsgrad
 from fused_optim.decorators import declared_without
 from fused_optim.options.reading import OptionsBesideApex, reads_flags_by_truth
 from fused_optim.sharding.dtensor import local_tensor
 
 
-class FusedAdam(fused_optim.adam.FusedAdam):
+class FusedAdam(PeersAdam):
     """:class:`fused_optim.FusedAdam` that is called as ``apex.optimizers.FusedAdam``.
 
     The arguments are in Apex's order and have its defaults. ``master_weights`` needs no ``capturable`` here; with

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-import fused_optim.adam
 from fused_optim.adam import MOMENTS
-from fused_optim.compat._common import put_rates_on_devices, refuse_amsgrad
+from fused_optim.compat._common import PeersAdam, put_rates_on_devices, refuse_amsgrad
 from fused_optim.formats.dtypes import as_dtype
 from fused_optim.formats.states import STATE_FORMATS
 from fused_optim.memory.layout import MASTER
@@ -20,7 +19,7 @@ from fused_optim.options.reading import OptionsBesideTransformerEngine, reads_fl
 from fused_optim.sharding.dtensor import local_tensor
 
 
-class FusedAdam(fused_optim.adam.FusedAdam):
+class FusedAdam(PeersAdam):
     """:class:`fused_optim.FusedAdam` that is called as ``transformer_engine.pytorch.optimizers.FusedAdam``.
 
     Param remainders are int16 tensors wherever TransformerEngine has them so: in ``state_dict()``, which loads into its

@@ -39,7 +39,7 @@ class FusedOptimizersContainer(OptimizersContainer):  # type: ignore[misc]  # un
         """As torchtitan's.
 
         Options of param groups are their ``optimizer_kwargs``; those of the whole optimizer, such as
-        ``store_param_remainders``, are in ``optimizer_factory_kwargs_by_name``. ``implementation`` is for torchtitan's
+        ``master_bits``, are in ``optimizer_factory_kwargs_by_name``. ``implementation`` is for torchtitan's
         own optimizers.
         """
 

@@ -22,7 +22,7 @@ from fused_optim.formats.dtypes import as_dtype
 from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.formats.states import STATE_FORMATS
 from fused_optim.memory.host_memory import can_be_streamed
-from fused_optim.options.reading import CheckpointDevice, CheckpointFormat, flag_of, names_in
+from fused_optim.options.reading import CheckpointDevice, CheckpointFormat, flag_of, names_in, number_of
 from fused_optim.rule import Rule, Rules
 from fused_optim.sharding.dtensor import is_dense, local_tensor
 
@@ -81,6 +81,13 @@ def check_hyperparameters(group: Mapping[str, Any], rules: Rules, running: bool 
 
 def _unknown_format(option: str, given: Any) -> ValueError:
     return ValueError(f"{option}: expected one of {', '.join(map(str, STATE_FORMATS))}, got {given!r}")
+
+
+def check_native_formats(group: Mapping[str, Any], options: Sequence[str]) -> None:
+    """Raise ValueError for TransformerEngine's name of FP8 states, which drop-in classes alone take."""
+    for option in ("state_dtype", *options):
+        if as_dtype(group.get(option)) is torch.uint8:
+            raise ValueError(f'{option}: write "float8_e4m3fn" for FP8; torch.uint8 is what it is stored as')
 
 
 def check_number(key: str, value: Any, least: float = 0.0) -> None:
@@ -143,14 +150,25 @@ def check_differentiable(differentiable: Any) -> None:
         raise ValueError("differentiable=True is not supported: use torch.optim.AdamW(differentiable=True)")
 
 
-def check_torchs_options(group: Mapping[str, Any], rules: Rules) -> None:
-    """Raise ValueError for options of torch.optim.AdamW's in a param group that mean another optimizer."""
+def check_torchs_options(group: Mapping[str, Any], defaults: Mapping[str, Any], rules: Rules) -> None:
+    """Raise ValueError for options of torch.optim.AdamW's in a param group that mean another optimizer.
+
+    Also for a weight decay where nothing says which Adam's it is.
+    """
     check_differentiable(group.get("differentiable"))
     decoupled, own = group.get("decoupled_weight_decay"), rules.options.get("adam_w_mode", True)
     if decoupled is not None and flag_of("decoupled_weight_decay", decoupled) != own:
         raise ValueError(
             f"decoupled_weight_decay={decoupled} in a param group: it is an option of the whole optimizer here, "
-            f"which has adam_w_mode={own}; use an optimizer for each"
+            f"which has decoupled_weight_decay={own}; use an optimizer for each"
+        )
+    is_unsaid = decoupled is None and defaults["decoupled_weight_decay"] is None and "adam_w_mode" in rules.options
+    decay = group.get("weight_decay", defaults["weight_decay"])
+    if is_unsaid and number_of(decay) > 0.0:
+        raise ValueError(
+            f"weight_decay={decay}: FusedAdam must be told how to apply it: decoupled_weight_decay=False (added to the "
+            "gradient, as by torch.optim.Adam) or decoupled_weight_decay=True (as by AdamW, and by TransformerEngine's "
+            "and Apex's FusedAdam); FusedAdamW has the latter"
         )
 
 

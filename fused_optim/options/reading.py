@@ -23,6 +23,17 @@ IMPLEMENTATIONS = ("fused", "foreach")
 TORCHS_OPTIONS = (*IMPLEMENTATIONS, "differentiable", "decoupled_weight_decay")
 FLAGS = ("amsgrad", "bias_correction", "maximize")  # of param groups
 NUMBERS = ("lr", "eps", "weight_decay")  # of param groups, beside the betas
+# Words of earlier releases' constructors, and what to write instead.
+REMOVED = {
+    "adam_w_mode": "decoupled_weight_decay=False for torch.optim.Adam's weight decay, True for AdamW's",
+    "master_weights": "master_bits=32 for exact FP32 masters, the default, or master_bits=0 for none",
+    "master_weight_dtype": "master_bits; fused_optim.compat.transformer_engine.FusedAdam has FP16 masters",
+    "store_param_remainders": "master_bits=32, the default: exact FP32 masters, in 2 bytes beside a BF16 element",
+    "param_remainder_bits": "master_bits=24 for 8, master_bits=32 for 16",
+    "use_decoupled_grad": "optimizer.use_decoupled_grad = True, on the optimizer",
+    "unscales_gradients": "optimizer.unscales_gradients = False, on the optimizer",
+    "set_grad_none": "zero_grad(set_to_none=...)",
+}
 
 
 # --- for type checkers: keyword options, by the classes that have them ------------------------------------------------
@@ -31,13 +42,11 @@ NUMBERS = ("lr", "eps", "weight_decay")  # of param groups, beside the betas
 class CommonOptions(TypedDict, total=False):
     """Of every optimizer here, and of neither Apex's nor TransformerEngine's FusedAdam."""
 
-    param_remainder_bits: int | None
     state_dtype: torch.dtype | str | None
     master_bits: int | None
     stochastic_rounding: bool
     seed: int
     skip_nonfinite: bool
-    unscales_gradients: bool
     offload_states: bool
     offload_fraction: float
     checkpoint_format: CheckpointFormat
@@ -51,70 +60,65 @@ class SharedOptions(CommonOptions, total=False):
     """Of every optimizer here."""
 
     capturable: bool
-    master_weights: bool
-    master_weight_dtype: torch.dtype | str
-    store_param_remainders: bool | None
-    use_decoupled_grad: bool
-    set_grad_none: bool | None
     maximize: bool
     exp_avg_dtype: torch.dtype | str | None
 
 
-class OptionsBesideTransformerEngine(CommonOptions, total=False):
-    """Of :class:`fused_optim.FusedAdam`, and not of TransformerEngine's FusedAdam."""
+class Options(SharedOptions, total=False):
+    """All of :class:`fused_optim.FusedAdam` that are given by keyword only."""
 
-    maximize: bool
+    bias_correction: bool
+    exp_avg_sq_dtype: torch.dtype | str | None
     decoupled_weight_decay: bool | None
 
 
-class OptionsBesideApex(OptionsBesideTransformerEngine, total=False):
-    """Of :class:`fused_optim.FusedAdam`, and not of Apex's FusedAdam."""
-
-    master_weight_dtype: torch.dtype | str
-    store_param_remainders: bool | None
-    exp_avg_dtype: torch.dtype | str | None
-    exp_avg_sq_dtype: torch.dtype | str | None
-    use_decoupled_grad: bool
-
-
-class MuonOptions(TypedDict, total=False):
+class MuonOptions(SharedOptions, total=False):
     """Of :class:`fused_optim.FusedMuon`, beside torch.optim.Muon's."""
 
     ns_dtype: torch.dtype | str
     experts: bool
     momentum_dtype: torch.dtype | str | None
-    exp_avg_dtype: torch.dtype | str | None
     exp_avg_sq_dtype: torch.dtype | str | None
-    state_dtype: torch.dtype | str | None
     betas: Sequence[float]
     bias_correction: bool
-    maximize: bool
+
+
+class PeersOptions(TypedDict, total=False):
+    """Settings that only drop-in classes are given as arguments, most of them in the words of their peers."""
+
     master_weights: bool
     master_weight_dtype: torch.dtype | str
     store_param_remainders: bool | None
     param_remainder_bits: int | None
-    master_bits: int | None
-    stochastic_rounding: bool
-    seed: int
     use_decoupled_grad: bool
-    skip_nonfinite: bool
-    unscales_gradients: bool
-    capturable: bool
-    offload_states: bool
-    offload_fraction: float
-    checkpoint_device: CheckpointDevice
-    checkpoint_format: CheckpointFormat
     set_grad_none: bool | None
-    fused: bool | None
-    foreach: bool | None
-    differentiable: bool
+    unscales_gradients: bool
 
 
-class Options(OptionsBesideApex, SharedOptions, total=False):
-    """All of :class:`fused_optim.FusedAdam` that are given by keyword only."""
+PEERS_WORDS = tuple(PeersOptions.__annotations__)
 
-    bias_correction: bool
-    adam_w_mode: bool
+
+class AllOptions(Options, PeersOptions, total=False):
+    """Of every drop-in class, as its own argument or as a further one."""
+
+
+class OptionsBesideTransformerEngine(CommonOptions, total=False):
+    """Of drop-in classes, and not of TransformerEngine's FusedAdam."""
+
+    maximize: bool
+    decoupled_weight_decay: bool | None
+    param_remainder_bits: int | None
+    unscales_gradients: bool
+
+
+class OptionsBesideApex(OptionsBesideTransformerEngine, total=False):
+    """Of drop-in classes, and not of Apex's FusedAdam."""
+
+    master_weight_dtype: torch.dtype | str
+    store_param_remainders: bool | None
+    exp_avg_dtype: torch.dtype | str | None
+    exp_avg_sq_dtype: torch.dtype | str | None
+    use_decoupled_grad: bool
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -274,6 +278,8 @@ def reads_flags_by_truth(function: F) -> F:
 
 def check_names(owner: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
     for name in given:
+        if name not in known and name in REMOVED:
+            raise TypeError(f"{owner}() takes no {name} any more: write {REMOVED[name]}")
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {nearest[0]}?" if nearest else ""

@@ -63,10 +63,14 @@ class Settings:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @property
+    def master_bits(self) -> int:
+        """What the word of the optimizers of this package would be; 32 for masters that it cannot say, too."""
+        return 0 if not self.master_weights else 24 if self.param_remainder_bits == 8 else 32
+
+    @property
     def of_whole_optimizer(self) -> dict[str, Any]:
         """What no param group has of its own, the short word ``master_bits`` included."""
-        bits = 0 if not self.master_weights else 24 if self.param_remainder_bits == 8 else 32
-        return {**self.as_dict(), "master_bits": bits}
+        return {**self.as_dict(), "master_bits": self.master_bits}
 
     @property
     def keeps_remainders(self) -> bool:

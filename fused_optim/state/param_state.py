@@ -29,9 +29,7 @@ def master_kind(param: Tensor, master_weights: bool, remainder_bits: int | None,
     quantized = adapter is not None
     if adapter is not None and not master_weights and (reason := adapter.needs_master(param)):
         what = f"a {type(local_tensor(param)).__name__} of shape {tuple(param.shape)}"
-        raise ValueError(
-            f"master_weights=False: {what} needs a master: {reason}; use master_weights=True, or no master_bits=0"
-        )
+        raise ValueError(f"master_bits=0: {what} needs a master: {reason}; use master_bits=32 (master_weights=True)")
     if not master_weights or (param.dtype == torch.float32 and not quantized):
         return Master.PARAMETER
     if remainder_bits is None or param.dtype != torch.bfloat16 or quantized:

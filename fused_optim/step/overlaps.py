@@ -75,7 +75,7 @@ class Sharing:
         for i, j in self.pairs:
             if has_master(i) or has_master(j):
                 text = f"{describe(i)} and {describe(j)} share memory, and their masters cannot both be what is there"
-                raise ValueError(f"{text}: let them be one parameter, or use master_weights=False")
+                raise ValueError(f"{text}: let them be one parameter, or use master_bits=0")
 
 
 def _have_common_elements(one: Tensor, other: Tensor) -> bool:

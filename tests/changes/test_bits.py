@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from change_cases import INTEGERS, RECIPES, bits, set_gradients
-from fused_optim import FusedAdamW
 from fused_optim.adapters import Fractions, adapter_of
 from fused_optim.backends import changed_bits, looks
 from fused_optim.backends.changed_bits import MarkedTensor, bit_bytes, collect, set_all
@@ -21,6 +20,7 @@ from fused_optim.quantized import Float8BlockScaling, Float8DelayedScaling, NVFP
 from fused_optim.quantized.recipes import Encoding, codec
 from fused_optim.sharding.dtensor import Geometry
 from fused_optim.state import changes
+from peers import FusedAdamW
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from change_cases import RECIPES, Expected, Model, bits, set_gradients
-from fused_optim import FusedAdamW
 from fused_optim.backends.engine import CachedShard
 from fused_optim.memory.by_parameter import Held
 from fused_optim.quantized import quantize_model_
 from fused_optim.state.changes import WHOLE, ChangeTracker, Shard, StepChanges
 from pairwise import pairwise
+from peers import FusedAdamW
 
 SPECIAL = [0.0, -0.0, 1e-40, -1e-40, 1e-30, 3e38, -3e38, float("inf"), -float("inf"), float("nan"), 448.0, 1e6]
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from change_cases import MASTERS, RECIPES, STATES, Expected, Model, set_gradients
-from fused_optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon, enable_gradient_release, muon_param_groups
+from fused_optim import enable_gradient_release, muon_param_groups
 from fused_optim.backends.compiled import CompiledShards
 from fused_optim.backends.engine import CachedShard
 from fused_optim.memory.by_parameter import Held
@@ -20,6 +20,7 @@ from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 from fused_optim.state import changes
 from fused_optim.state.changes import WHOLE, ChangeTracker, Shard, StepChanges
 from pairwise import pairwise
+from peers import FusedAdam, FusedAdamW, FusedLion, FusedMuon
 
 RATES = [1e-6, 1e-4, 1e-2]
 
@@ -206,7 +207,7 @@ def test_refused_steps_change_nothing(device: str) -> None:
 
 def test_scaled_and_clipped_gradients(device: str) -> None:
     model = Model(torch.float32, device)
-    optimizer = FusedAdam(model.parameters(), lr=1e-3, weight_decay=0.1, adam_w_mode=False)
+    optimizer = FusedAdam(model.parameters(), lr=1e-3, weight_decay=0.1, decoupled_weight_decay=False)
     optimizer.track_changes()
     expected = Expected(model)
     for seed in range(3):

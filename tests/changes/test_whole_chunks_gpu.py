@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fused_optim import FusedAdamW
 from fused_optim.quantized import Float8DelayedScaling, MXFP8BlockScaling, Recipe, quantize_model_
 from fused_optim.sharding.dtensor import local_tensor
+from peers import FusedAdamW
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

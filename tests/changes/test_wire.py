@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from change_cases import PARTS, RECIPES, Expected, Model, bits, copy_of, set_gradients
-from fused_optim import FusedAdamW
 from fused_optim.quantized import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -31,6 +30,7 @@ from fused_optim.quantized import (
 from fused_optim.wire import Box, Changes, apply_changes, fused_rows, read_changes, safetensors, write_changes
 from fused_optim.wire.form import PackedChanges, decode_indices, encode_indices
 from fused_optim.wire.safetensors import DamagedFile
+from peers import FusedAdamW
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn]
 

@@ -65,7 +65,7 @@ class TiedRun:
         for index, param in enumerate(self.model.parameters()):
             param.data.copy_(values(param.shape, index, fresh))
         fully_shard(self.model, mesh=distributed.mesh())
-        formats = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8, "store_param_remainders": True}
+        formats = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
         lr = 0.5 if fresh else 0.01
         self.optimizer = FusedAdam(self.model.parameters(), lr=lr, checkpoint_format=form, **formats)
 

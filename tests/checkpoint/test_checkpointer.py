@@ -24,7 +24,6 @@ import distributed
 from checkpoint_cases import FORMATS, Run
 from distributed import Part, assert_same, join_all, part
 from fused_optim import (
-    FusedAdam,
     export_optimizer_checkpoint,
     load_optimizer_checkpoint,
     save_master_safetensors,
@@ -35,6 +34,7 @@ from fused_optim.checkpoint.storage import checksums
 from fused_optim.checkpoint.storage.manifest import FILE as MANIFEST
 from fused_optim.checkpoint.writing.saver import Saver
 from native_cases import build, tensors_of, train, trained
+from peers import FusedAdam
 from quantized_cases import Run as QuantizedRun
 
 SAVED = (2, 3, 4)

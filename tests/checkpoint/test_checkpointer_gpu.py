@@ -51,7 +51,7 @@ def large(seed: int, device: str = "cuda") -> tuple[nn.Module, FusedAdam]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Embedding(9000, 2048), nn.Linear(2048, 3000), nn.LayerNorm(3000)).to(device).bfloat16()
     options: dict[str, Any] = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8, "lr": 0.01}
-    return model, FusedAdam(model.parameters(), store_param_remainders=True, **options)
+    return model, FusedAdam(model.parameters(), **options)
 
 
 def saved(model: nn.Module, optimizer: FusedAdam, folder: Path, **options: Any) -> Any:
@@ -86,7 +86,7 @@ def test_pieces_of_any_size(at_once: int, can_be_locked: bool, tmp_path: Path, m
     """Over their borders, of empty tensors, and where memory cannot be page-locked."""
     model: Any = nn.ParameterDict({"none": torch.zeros(0, 8), "odd": torch.randn(77, 333), "one": torch.ones(1)})
     model = model.to("cuda", torch.bfloat16)
-    optimizer = FusedAdam(model.parameters(), exp_avg_dtype=torch.int8, store_param_remainders=True)
+    optimizer = FusedAdam(model.parameters(), exp_avg_dtype=torch.int8)
     expected = saved(model, optimizer, tmp_path)
     with torch.no_grad():
         for param in model.parameters():

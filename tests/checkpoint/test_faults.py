@@ -43,7 +43,7 @@ from fused_optim.checkpoint.storage.metadata import read_metadata
 from fused_optim.sharding.dtensor import local_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.save in one process
-MASTERS: dict[str, dict[str, Any]] = {"unscaled": {}, "native": {"store_param_remainders": True}}
+MASTERS: dict[str, dict[str, Any]] = {"unscaled": {}, "native": {}}
 FORMS = list(MASTERS)
 WEIGHT = "optim.state.second.weight"
 STEPS = 2
@@ -54,7 +54,9 @@ def built(form: str, seed: int = 0) -> Built:
     """A model with every kind of stored state in the form, its matrices sharded where there are ranks."""
     model = build(torch.bfloat16, seed)
     options = {**MASTERS[form], "exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.float8_e4m3fn}
-    return model, FusedAdam(groups_of(model), checkpoint_format=form, **options, **SETTINGS)
+    return model, FusedAdam(
+        groups_of(model), checkpoint_format=form, **options, **SETTINGS, decoupled_weight_decay=True
+    )
 
 
 def trained(form: str, seed: int = 0, steps: int = STEPS) -> Built:
@@ -591,7 +593,13 @@ def with_special_values(form: str, fmt: torch.dtype) -> Built:
     """Parameters, gradients and so moments and masters that are not finite: one in each row of a matrix."""
     model = build(torch.bfloat16)
     optimizer = FusedAdam(
-        groups_of(model), exp_avg_dtype=fmt, exp_avg_sq_dtype=fmt, checkpoint_format=form, **MASTERS[form], **SETTINGS
+        groups_of(model),
+        exp_avg_dtype=fmt,
+        exp_avg_sq_dtype=fmt,
+        checkpoint_format=form,
+        **MASTERS[form],
+        **SETTINGS,
+        decoupled_weight_decay=True,
     )
     for param in model.parameters():
         grad = torch.ones(param.shape)
@@ -614,7 +622,9 @@ def save_special(form: str, fmt: torch.dtype, path: str) -> dict[str, distribute
 
 def load_special(form: str, fmt: torch.dtype, path: str) -> dict[str, distributed.Part]:
     model = build(torch.bfloat16, seed=7)
-    optimizer = FusedAdam(groups_of(model), exp_avg_dtype=fmt, exp_avg_sq_dtype=fmt, **MASTERS[form])
+    optimizer = FusedAdam(
+        groups_of(model), exp_avg_dtype=fmt, exp_avg_sq_dtype=fmt, **MASTERS[form], decoupled_weight_decay=True
+    )
     dcp.load({"model": model.state_dict()}, checkpoint_id=path)
     load_optimizer_checkpoint(model, optimizer, path)
     return special_parts(model, optimizer)

@@ -44,7 +44,9 @@ STEPS = 3
 
 def fresh(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Model, FusedAdam]:
     model = build(dtype, seed=7)
-    return model, FusedAdam(groups_of(model), lr=0.5, weight_decay=0.7, betas=(0.5, 0.5), seed=3, **options)
+    return model, FusedAdam(
+        groups_of(model), lr=0.5, weight_decay=0.7, betas=(0.5, 0.5), seed=3, **options, decoupled_weight_decay=True
+    )
 
 
 def copy_parameters(source: nn.Module, target: nn.Module) -> None:
@@ -151,7 +153,7 @@ def test_adamw_checkpoint_of_bfloat16_parameters_seeds_masters(tmp_path: Path, d
     train(source, theirs, 0, STEPS)
     torch.save(theirs.state_dict(), tmp_path / "optimizer.pt")
     model = build(torch.bfloat16, seed=7).to(device)
-    optimizer = FusedAdam(groups_of(model), store_param_remainders=True, exp_avg_dtype=torch.bfloat16)
+    optimizer = FusedAdam(groups_of(model), exp_avg_dtype=torch.bfloat16, decoupled_weight_decay=True)
     copy_parameters(source, model)
     report = load_optimizer_checkpoint(model, optimizer, tmp_path / "optimizer.pt")
     assert str(report) == "torch.optim.AdamW checkpoint, 6 parameters, step 3, masters seeded from parameters"
@@ -281,12 +283,12 @@ def test_fused_adam_checkpoints_load_bit_for_bit(masters: str, how: str, tmp_pat
 # --- ours -------------------------------------------------------------------------------------------------------
 
 
-OURS = {"store_param_remainders": True, "exp_avg_sq_dtype": torch.int8}
+OURS = {"exp_avg_sq_dtype": torch.int8}
 
 
 def save_ours(form: str, path: str) -> dict[str, Part]:
     model = build(torch.bfloat16)
-    optimizer = FusedAdam(groups_of(model), checkpoint_format=form, **OURS, **SETTINGS)
+    optimizer = FusedAdam(groups_of(model), checkpoint_format=form, **OURS, **SETTINGS, decoupled_weight_decay=True)
     train(model, optimizer, 0, STEPS)
     save_nested(model, optimizer, path)
     optimizer.checkpoint_format = "unscaled"
@@ -336,7 +338,7 @@ def assert_next_step_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -
 
 def test_plain_adamw_continues_from_an_export(tmp_path: Path, device: str) -> None:
     model = build().to(device)
-    ours = FusedAdam(groups_of(model), **SETTINGS)
+    ours = FusedAdam(groups_of(model), **SETTINGS, decoupled_weight_decay=True)
     train(model, ours, 0, STEPS)
     export_optimizer_checkpoint(model, ours, tmp_path / "optimizer.pt")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["optimizer.pt"]
@@ -353,7 +355,7 @@ def test_plain_adamw_continues_from_an_export(tmp_path: Path, device: str) -> No
 
 def export(folder: str) -> dict[str, Part]:
     model = build()
-    optimizer = FusedAdam(groups_of(model), **SETTINGS)
+    optimizer = FusedAdam(groups_of(model), **SETTINGS, decoupled_weight_decay=True)
     train(model, optimizer, 0, STEPS)
     export_optimizer_checkpoint(model, optimizer, f"{folder}/optimizer")
     export_optimizer_checkpoint(model, optimizer, f"{folder}/optimizer.pth")
@@ -394,7 +396,7 @@ def test_sharded_adamw_continues_from_an_export(tmp_path: Path) -> None:
 
 def test_an_export_loads_into_ours_again(tmp_path: Path) -> None:
     model = build()
-    optimizer = FusedAdam(groups_of(model), **SETTINGS)
+    optimizer = FusedAdam(groups_of(model), **SETTINGS, decoupled_weight_decay=True)
     train(model, optimizer, 0, STEPS)
     export_optimizer_checkpoint(model, optimizer, tmp_path / "optimizer")
     other, loaded = fresh()
@@ -405,7 +407,13 @@ def test_an_export_loads_into_ours_again(tmp_path: Path) -> None:
 
 def test_exports_hold_the_values_of_any_format(tmp_path: Path, device: str) -> None:
     model = build(torch.bfloat16).to(device)
-    optimizer = FusedAdam(groups_of(model), exp_avg_dtype=torch.int8, exp_avg_sq_dtype=torch.float8_e4m3fn, **SETTINGS)
+    optimizer = FusedAdam(
+        groups_of(model),
+        exp_avg_dtype=torch.int8,
+        exp_avg_sq_dtype=torch.float8_e4m3fn,
+        **SETTINGS,
+        decoupled_weight_decay=True,
+    )
     train(model, optimizer, 0, STEPS)
     export_optimizer_checkpoint(model, optimizer, tmp_path / "optimizer.pt")
     state = torch.load(tmp_path / "optimizer.pt", weights_only=True)["state"]

@@ -30,7 +30,7 @@ from fused_optim.checkpoint.storage import checksums
 pytestmark = pytest.mark.long
 KILLS = int(os.environ.get("FUSED_OPTIM_TEST_KILLS", "2"))
 ASYNCHRONOUS = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-FORMATS = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8, "store_param_remainders": True}
+FORMATS = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
 
 
 def build(seed: int) -> tuple[nn.Module, FusedAdamW]:

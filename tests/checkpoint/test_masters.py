@@ -16,8 +16,9 @@ from torch.distributed.fsdp import fully_shard
 import distributed
 from cases import MASTERS, Master, values
 from distributed import assert_same, two_gpus
-from fused_optim import FusedAdam, save_master_safetensors
+from fused_optim import save_master_safetensors
 from fused_optim.sharding.model_files import INDEX
+from peers import FusedAdam
 
 SHAPES = {"even": (8, 64), "uneven": (7, 9), "row": (1, 128), "bias": (10,), "scalar": (1,)}
 

@@ -126,7 +126,7 @@ def assert_exported(path: Path) -> None:
 
 def go_through_full_states(dtype: torch.dtype) -> dict[str, dict[str, Tensor]]:
     """The way that the error names."""
-    options: dict[str, Any] = {"exp_avg_dtype": torch.bfloat16, "store_param_remainders": True}
+    options: dict[str, Any] = {"exp_avg_dtype": torch.bfloat16}
     model = fsdp1(build(dtype))
     optimizer = FusedAdamW(model.parameters(), lr=0.01, **options)
     train(model, optimizer)
@@ -151,7 +151,7 @@ def go_through_full_states(dtype: torch.dtype) -> dict[str, dict[str, Tensor]]:
 def test_the_way_that_the_error_names(dtype: torch.dtype) -> None:
     whole, _ = distributed.run(2, go_through_full_states, dtype)
     model = build(dtype)
-    optimizer = FusedAdamW(model.parameters(), lr=0.01, exp_avg_dtype=torch.bfloat16, store_param_remainders=True)
+    optimizer = FusedAdamW(model.parameters(), lr=0.01, exp_avg_dtype=torch.bfloat16)
     train(model, optimizer)
     alone = optimizer.state_dict()["state"]
     for index, (name, _) in enumerate(model.named_parameters()):

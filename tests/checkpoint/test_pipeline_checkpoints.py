@@ -36,7 +36,6 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 OPTIONS = {
     "exp_avg_dtype": torch.int8,
     "exp_avg_sq_dtype": torch.float8_e4m3fn,
-    "store_param_remainders": True,
     "stochastic_rounding": False,  # whose sequence counts the parameters of a stage
 }
 Layout = tuple[int, str]  # stages, and whether each one's ranks hold "plain" parameters or those of FSDP2

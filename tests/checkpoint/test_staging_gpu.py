@@ -149,7 +149,7 @@ def test_quantized_weights(recipe: str) -> None:
 def test_gradient_release_waits() -> None:
     """Its updates are in the backward pass, on a stream of their own."""
     layer = nn.Linear(256, 128, device=DEVICE, dtype=torch.bfloat16)
-    optimizer = FusedAdam(layer.parameters(), lr=0.1, exp_avg_dtype=torch.int8, store_param_remainders=True)
+    optimizer = FusedAdam(layer.parameters(), lr=0.1, exp_avg_dtype=torch.int8)
     enable_gradient_release(layer, optimizer, bucket_bytes=0)
     inputs = cases.values((8, 256), torch.bfloat16, "cuda", seed=1)
 
@@ -263,7 +263,7 @@ def test_other_optimizers() -> None:
 def test_replays_of_captured_steps(form: str, kind: type[FusedAdam] | type[FusedLion]) -> None:
     """They ask nobody: what is queued next waits for the copies at once."""
     param = nn.Parameter(torch.randn(64, 256, device=DEVICE).bfloat16())
-    options: Any = {"state_dtype": torch.int8, "store_param_remainders": True}
+    options: Any = {"state_dtype": torch.int8}
     optimizer = kind([param], lr=0.1, capturable=True, checkpoint_format=form, **options)
     param.grad = torch.randn_like(param)
     optimizer.step()
@@ -303,7 +303,7 @@ def test_no_capture_while_copies_are_under_way() -> None:
 def test_saves_take_no_gpu_memory(form: str) -> None:
     """Nothing is converted or copied there."""
     param = nn.Parameter(torch.randn(4096, 4096, device=DEVICE).bfloat16())
-    options = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8, "store_param_remainders": True}
+    options = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
     optimizer = FusedAdam([param], lr=0.1, checkpoint_format=form, checkpoint_device="stager", **options)
     param.grad = torch.randn_like(param)
     optimizer.step()

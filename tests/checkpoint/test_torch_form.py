@@ -24,7 +24,8 @@ import distributed
 from cases import FORMAT, MASTERS, Format, Master
 from distributed import Part, assert_same, join_all, one_thread, part, same_bits
 from foreign_cases import SETTINGS, Model, build, groups_of, train
-from fused_optim import FusedAdam, FusedAdamW, load_optimizer_checkpoint
+from fused_optim import load_optimizer_checkpoint
+from peers import FusedAdam, FusedAdamW
 from snippets import run_section
 
 STEPS = 3
@@ -119,7 +120,7 @@ def test_the_state_dict_is_torchs(master: Master, device: str) -> None:
 
 def test_adams_l2_is_said() -> None:
     model = build()
-    optimizer = FusedAdam(groups_of(model), adam_w_mode=False, checkpoint_format="torch")
+    optimizer = FusedAdam(groups_of(model), decoupled_weight_decay=False, checkpoint_format="torch")
     train(model, optimizer, 0, 1)
     assert [group["decoupled_weight_decay"] for group in optimizer.state_dict()["param_groups"]] == [False, False]
 

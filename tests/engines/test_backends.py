@@ -20,10 +20,10 @@ from torch import Tensor
 
 from backend_pair import Pair, UseBackend, assert_same_bits, gradients, one_group, parameters
 from cases import FLOAT_DTYPES, FORMATS, MASTER, MASTERS, OPTIONS, SHAPES, Master, Shape, misaligned, values
-from fused_optim import FusedAdam
 from fused_optim.backends import load_engine, torch_reference
 from fused_optim.quantized import Float8CurrentScaling, Float8DelayedScaling, QuantizedTensor, Recipe
 from pairwise import pairwise
+from peers import FusedAdam
 
 ALL_MASTERS = pytest.mark.parametrize("master", MASTERS, ids=str)
 PAIRS = [(m.dtype, v.dtype) for m in FORMATS for v in FORMATS]
@@ -318,7 +318,7 @@ def test_threads_do_not_change_bits(dtype: torch.dtype) -> None:
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         params = parameters(shapes, MASTER["bfloat16"], "cpu")
-        optimizer = FusedAdam(params, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype, master_weights=False)
+        optimizer = FusedAdam(params, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype, master_bits=0)
         for step in range(2):
             for param, grad in zip(params, gradients(params, torch.bfloat16, "cpu", step), strict=True):
                 param.grad = grad

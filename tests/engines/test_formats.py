@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from cases import BLOCKS, FORMAT, FORMATS, SCALED_FORMATS, STATES, Format, Moment
-from fused_optim import FusedAdam
 from fused_optim.formats import elements, masters, rounding, states
 from fused_optim.formats.states import Kind
 from pairwise import pairwise
+from peers import FusedAdam
 from reference import (
     GOLDEN_RATIO,
     MASK32,
@@ -509,7 +509,9 @@ def test_parameters_without_master_follow_the_sequence(device: str) -> None:
     weight = torch.linspace(1, 2, 200, device=device).bfloat16()
     before = weight.float().cpu().numpy()
     other = torch.ones(1, device=device)
-    optimizer = FusedAdam([other, weight], lr=0.01, weight_decay=0.05, master_weights=False, seed=7)
+    optimizer = FusedAdam(
+        [other, weight], lr=0.01, weight_decay=0.05, master_bits=0, seed=7, decoupled_weight_decay=True
+    )
     other.grad, weight.grad = torch.ones_like(other), torch.zeros_like(weight)  # only weight decay moves the weight
     optimizer.step()
     decayed = before * np.float32(1 - 0.01 * 0.05)

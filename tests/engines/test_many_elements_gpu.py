@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from backend_pair import Pair, UseBackend, assert_same_bits
 from cases import MASTERS, Master
-from fused_optim import FusedAdam
 from fused_optim.quantized import Float8BlockScaling, Float8DelayedScaling, MXFP8BlockScaling, QuantizedTensor, Recipe
+from peers import FusedAdam
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

@@ -432,7 +432,7 @@ def test_a_step_gives_the_bits_of_the_reference(
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(48, 144), nn.Linear(144, 34)).to(engine)
         quantize_model_(model, recipe)
-        optimizer = FusedAdam(model.parameters(), lr=1e-2, master_weights=masters)
+        optimizer = FusedAdam(model.parameters(), lr=1e-2, master_bits=32 if masters else 0)
         optimizer.initialize_state()
         for step in range(3):
             for param in model.parameters():

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import distributed
+import peers
 from cases import values
 from distributed import Part, assert_same, join_all, part, same_bits
 from fused_optim import FusedAdamW, FusedMuon
@@ -326,7 +327,7 @@ def upcast(folder: str) -> list[str]:
     """The warnings of steps under ``mixed_precision="bf16"``, which makes parameters FP32."""
     with fsdp2("SHARDED_STATE_DICT", mixed_precision="bf16") as accelerator:
         model = nn.Sequential(nn.Linear(128, 4, dtype=torch.bfloat16))
-        optimizer = FusedAdamW(model.parameters(), store_param_remainders=True)
+        optimizer = peers.FusedAdamW(model.parameters(), store_param_remainders=True)
         model, optimizer = accelerator.prepare(model, optimizer)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

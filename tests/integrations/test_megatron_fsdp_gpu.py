@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 import distributed
 from cases import normal
 from distributed import assert_same, needs_gpus, two_gpus
-from fused_optim import FusedAdam
 from fused_optim.sharding.dtensor import local_tensor
 from megatron_cases import contents, joined, settings, state_options
+from peers import FusedAdam
 
 pytest.importorskip("megatron_fsdp")
 
@@ -139,7 +139,9 @@ def build(
     decoupled = options.get("use_decoupled_grad", False)
     model = mfsdp.fully_shard_model(new_model(fresh), **wrapping(strategy, kind, grads, decoupled))
     groups = grouped(dict(model.module.named_parameters()), exp_avg_dtype=first_moments_of_biases)
-    optimizer = FusedAdam(groups, lr=0.5 if fresh else LR, weight_decay=DECAY, **KINDS[kind][1], **options)
+    optimizer = FusedAdam(
+        groups, lr=0.5 if fresh else LR, weight_decay=DECAY, **KINDS[kind][1], **options, decoupled_weight_decay=True
+    )
     return model, mfsdp.fully_shard_optimizer(optimizer)
 
 
@@ -185,7 +187,7 @@ def unsharded(kind: str, options: dict[str, Any], steps: int, scale: float = 1.0
     main, masters = KINDS[kind]
     model = new_model().to(main or BF16)
     groups = grouped(dict(model.named_parameters()), exp_avg_dtype=BF16)
-    optimizer = FusedAdam(groups, lr=LR, weight_decay=DECAY, **masters, **options)
+    optimizer = FusedAdam(groups, lr=LR, weight_decay=DECAY, **masters, **options, decoupled_weight_decay=True)
     train_plain(model, optimizer, steps, scale)
     return contents(model, optimizer), Facts(model, optimizer, model.to(BF16), steps)
 
@@ -293,7 +295,9 @@ def trained_in_hybrid(
     }
     model = mfsdp.fully_shard_model(new_model(), **arguments)
     groups = grouped(dict(model.module.named_parameters()), exp_avg_dtype=BF16)
-    optimizer = mfsdp.fully_shard_optimizer(FusedAdam(groups, lr=LR, weight_decay=DECAY, **KINDS[kind][1], **options))
+    optimizer = mfsdp.fully_shard_optimizer(
+        FusedAdam(groups, lr=LR, weight_decay=DECAY, **KINDS[kind][1], **options, decoupled_weight_decay=True)
+    )
     scales: list[float] = []
     optimizer.register_step_pre_hook(lambda *_: scales.append(scale_of_gradients(model.module, len(scales))))
     train(model, optimizer, range(steps))
@@ -354,7 +358,9 @@ def wrap(combined: bool, kind: str, options: dict[str, Any]) -> tuple[dict[str, 
     """The optimizer as the wrapper leaves it, then one step."""
     if combined:
         model = new_model()
-        optimizer = FusedAdam(model.parameters(), lr=LR, weight_decay=DECAY, **KINDS[kind][1], **options)
+        optimizer = FusedAdam(
+            model.parameters(), lr=LR, weight_decay=DECAY, **KINDS[kind][1], **options, decoupled_weight_decay=True
+        )
         model, optimizer = package().fully_shard(model, optimizer, **wrapping("optim_grads_params", kind))
     else:
         model, optimizer = build("optim_grads_params", kind, options)
@@ -381,7 +387,13 @@ def test_wrapping_creates_states_and_leaves_no_mark(combined: bool, kind: str) -
 def trained_in_one_group(options: dict[str, Any], wrapped: bool) -> tuple[dict[str, Tensor], Facts]:
     """By the combined ``fully_shard``, which makes one param group of all; or as a plain FP32 model."""
     model = new_model()
-    optimizer = FusedAdam((model if wrapped else model.float()).parameters(), lr=LR, weight_decay=DECAY, **options)
+    optimizer = FusedAdam(
+        (model if wrapped else model.float()).parameters(),
+        lr=LR,
+        weight_decay=DECAY,
+        **options,
+        decoupled_weight_decay=True,
+    )
     if wrapped:
         model, optimizer = package().fully_shard(model, optimizer, **wrapping("optim_grads_params", "main params"))
         train(model, optimizer, range(5))

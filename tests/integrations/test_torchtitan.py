@@ -94,7 +94,7 @@ def test_flat_state_dicts_go_from_adamw_to_ours_and_back(formats: dict[str, Any]
 
 # --- the container and its configuration ----------------------------------------------------------------------------
 
-OPTIONS = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": "int8", "store_param_remainders": True, "seed": 5}
+OPTIONS = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": "int8", "master_bits": 24, "seed": 5}
 
 
 def test_the_default_configuration() -> None:
@@ -105,7 +105,7 @@ def test_the_default_configuration() -> None:
     theirs = optimizers.default_adamw(lr=3e-4).to_dict()["param_groups"][0]["optimizer_kwargs"]
     expected = {**theirs, "betas": [0.9, 0.95], "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"}
     assert (group["optimizer_name"], group["pattern"], group["optimizer_kwargs"]) == ("FusedAdamW", ".*", expected)
-    assert read["optimizer_factory_kwargs_by_name"] == {"FusedAdamW": {"store_param_remainders": True, "seed": 5}}
+    assert read["optimizer_factory_kwargs_by_name"] == {"FusedAdamW": {"master_bits": 24, "seed": 5}}
     with pytest.raises(TypeError, match="no options of FusedAdamW: momentum"):
         default_fused_adamw(momentum=0.9)
 
@@ -120,7 +120,7 @@ def test_the_container_builds_what_is_named() -> None:
             group(pattern="odd", optimizer_name="FusedAdam", optimizer_kwargs={"lr": 0.2}),
             group(pattern=".*", optimizer_name="FusedAdamW", optimizer_kwargs={"lr": 0.3, "exp_avg_dtype": "int8"}),
         ],
-        optimizer_factory_kwargs_by_name={"FusedAdamW": {"param_remainder_bits": 8, "store_param_remainders": True}},
+        optimizer_factory_kwargs_by_name={"FusedAdamW": {"master_bits": 24}},
     )
     container = config.build(model_parts=[model])
     assert isinstance(container, Container)
@@ -132,7 +132,7 @@ def test_the_container_builds_what_is_named() -> None:
     container.step()
     *_, last = container
     assert {state.dtype for state in last.state[model.first.weight].values()} == {torch.int8, torch.float32}
-    assert (last.param_remainder_bits, last.param_groups[0]["lr"]) == (8, 0.3)
+    assert (last.settings.master_bits, last.param_groups[0]["lr"]) == (24, 0.3)
     config.param_groups[0].optimizer_name = "Adadelta"
     with pytest.raises(NotImplementedError, match="Adadelta"):
         config.build(model_parts=[model])
@@ -249,7 +249,7 @@ def load_and_go_on(folder: str, options: dict[str, Any]) -> dict[str, Part]:
 @pytest.mark.parametrize("form", ["unscaled", "native"])
 def test_what_two_ranks_save_continues_on_one_and_three(form: str, mode: str, tmp_path: Path) -> None:
     """Bit for bit, through torchtitan's own checkpoints."""
-    options = {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8", "store_param_remainders": True}
+    options = {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"}
     options |= {"checkpoint_format": form}
     straight = join_all(distributed.run(2, run_and_save, str(tmp_path), options, mode))
     for ranks in (1, 3):

@@ -274,7 +274,7 @@ def train_without_masters(name: str) -> list[float]:
     import transformer_engine.pytorch as te
 
     model = build(name, seed=0)
-    optimizer = FusedAdamW(model.parameters(), lr=0.003, master_weights=False)
+    optimizer = FusedAdamW(model.parameters(), lr=0.003, master_bits=0)
     rounding = Rounding(optimizer, [param for param in model.parameters() if is_quantized(param)])
     assert len(rounding.params) == 2
     x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(0)).to(distributed.device(), torch.bfloat16)
@@ -558,7 +558,7 @@ WITHOUT_MASTERS = ("Float8", "Float8CurrentScaling", "Float8Block", "Float8Block
 @pytest.mark.parametrize("kind", WITHOUT_MASTERS)
 def test_tensors_without_masters_are_rounded_in_the_rotating_way(kind: str) -> None:
     param = nn.Parameter(quantized(kind, initial_values()))
-    rounding = Rounding(FusedAdamW([param], lr=0.01, master_weights=False), [param])
+    rounding = Rounding(FusedAdamW([param], lr=0.01, master_bits=0), [param])
     for step in range(SAVED_AT):
         param.grad = gradient(SHAPE, 0, step).to(GPU, torch.bfloat16)
         rounding.step()
@@ -567,7 +567,7 @@ def test_tensors_without_masters_are_rounded_in_the_rotating_way(kind: str) -> N
 @pytest.mark.parametrize("kind", WITHOUT_MASTERS)
 def test_skipped_steps_leave_tensors_without_masters(kind: str) -> None:
     param = nn.Parameter(quantized(kind, initial_values()))
-    optimizer = FusedAdamW([param], lr=0.01, master_weights=False)
+    optimizer = FusedAdamW([param], lr=0.01, master_bits=0)
     before = decoded(param).clone()
     for skipped in (1.0, 0.0):
         param.grad = gradient(SHAPE, 0, 0).to(GPU, torch.bfloat16)
@@ -580,8 +580,8 @@ def test_skipped_steps_leave_tensors_without_masters(kind: str) -> None:
 def test_captured_steps_of_tensors_without_masters(kind: str) -> None:
     """Replays go on as eager steps do, transposes included."""
     captured, eager = (nn.Parameter(quantized(kind, initial_values())) for _ in range(2))
-    optimizer = FusedAdamW([captured], lr=0.01, master_weights=False, capturable=True)
-    other = FusedAdamW([eager], lr=0.01, master_weights=False, capturable=True)
+    optimizer = FusedAdamW([captured], lr=0.01, master_bits=0, capturable=True)
+    other = FusedAdamW([eager], lr=0.01, master_bits=0, capturable=True)
     for param in (captured, eager):
         param.grad = gradient(SHAPE, 0, 0).to(GPU, torch.bfloat16)
     optimizer.step()
@@ -664,8 +664,8 @@ def test_tensors_of_newer_gpus_are_given_their_masters(kind: str, monkeypatch: p
     kept = initial_values().bfloat16().cpu()
     param.get_high_precision_init_val, param.clear_high_precision_init_val = lambda: kept, lambda: None
     assert adapters.adapter_of(param) is transformer_engine
-    with pytest.raises(ValueError, match=f"master_weights=False: a {kind}Tensor of shape"):
-        FusedAdamW([param], master_weights=False).initialize_state()
+    with pytest.raises(ValueError, match=f"master_bits=0: a {kind}Tensor of shape"):
+        FusedAdamW([param], master_bits=0).initialize_state()
     optimizer = FusedAdamW([param], lr=0.01)
     master = assert_follows_adamw(param, optimizer, kept.float().to(GPU))
     expected = components_of(kind, quantized(kind, master))

@@ -21,11 +21,12 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, ge
 
 from cases import FORMATS, MASTERS, Format, Master, values
 from distributed import same_bits
-from fused_optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon, enable_gradient_release, load_optimizer_checkpoint
+from fused_optim import enable_gradient_release, load_optimizer_checkpoint
 from fused_optim.checkpoint import Checkpointer
 from fused_optim.quantized import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, quantize_model_
 from fused_optim.tools.conversion import convert_checkpoint
 from fused_optim.tools.inspector import inspect_checkpoint
+from peers import FusedAdam, FusedAdamW, FusedLion, FusedMuon
 
 F32, BF16 = torch.float32, torch.bfloat16
 SHAPES = [(6, 128), (128, 6), (32, 32), (3, 16, 64)]

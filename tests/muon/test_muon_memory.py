@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from cases import FORMATS, MASTERS, Format, Master, values
 from distributed import same_bits
-from fused_optim import FusedMuon
 from fused_optim.backends import offloaded
 from fused_optim.quantized import Float8BlockScaling, quantize_model_
 from fused_optim.state import host_states
+from peers import FusedMuon
 
 # Some are cut into parts in chunks of 32 kB; some have Gram matrices on GPUs, some plain steps.
 SHAPES = [(64, 256), (272, 256), (6, 128), (3, 32, 64), (130, 384)]

@@ -13,9 +13,9 @@ from torch.distributed.tensor import Shard
 import distributed
 from cases import values
 from distributed import same_bits
-from fused_optim import FusedMuon
 from fused_optim.backends.compiled import CompiledShards
 from fused_optim.matrices import exchange
+from peers import FusedMuon
 
 SHAPES = [(64, 256), (272, 128), (3, 32, 64), (6, 128)]
 

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 
 import distributed
 from distributed import Part, assert_same, join_all, on_each_device, shard_like
-from fused_optim import FusedAdam
 from fused_optim.quantized import (
     Float8CurrentScaling,
     Float8DelayedScaling,
@@ -24,6 +23,7 @@ from fused_optim.quantized import (
 )
 from fused_optim.sharding.dtensor import local_tensor
 from pairwise import pairwise
+from peers import FusedAdam
 from quantized_cases import (
     RECIPES,
     Layers,
@@ -56,7 +56,7 @@ class PlainRun(Run):
     def __init__(self, recipe: str, dtype: torch.dtype = torch.bfloat16, build: Any = None, **options: Any) -> None:
         self.model = (build or plain_model)(recipe, dtype)
         self.params = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
-        options = {"lr": 0.01, "weight_decay": 0.1, "seed": 3, **options}
+        options = {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True, "seed": 3, **options}
         self.optimizer = FusedAdam(self.params.values(), **options)
 
 

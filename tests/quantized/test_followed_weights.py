@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import distributed
 from distributed import assert_same, join_all, on_each_device, part
-from fused_optim import FusedAdamW, FusedLion, FusedMuon
 from fused_optim.quantized import QuantizedTensor, finish_initialization, quantize_model_
 from pairwise import pairwise
+from peers import FusedAdamW, FusedLion, FusedMuon
 from quantized_cases import RECIPES, Run, plain_model, values
 
 SHAPE = (256, 128)

@@ -85,8 +85,8 @@ def test_high_precision_initial_values_of_transformer_engine_seed_the_master() -
 
 def test_transformer_engine_weights_without_masters_are_refused() -> None:
     """quantize_ rounds to nearest: a step would silently change nothing."""
-    optimizer = FusedAdamW([parameter(torch.randn(8, 64))], master_weights=False)
-    with pytest.raises(ValueError, match=r"master_weights=False: a Float8Tensor of shape \(8, 64\)"):
+    optimizer = FusedAdamW([parameter(torch.randn(8, 64))], master_bits=0)
+    with pytest.raises(ValueError, match=r"master_bits=0: a Float8Tensor of shape \(8, 64\)"):
         optimizer.initialize_state()
 
 
@@ -494,7 +494,7 @@ def test_int8_training_weights_of_torchao(master_weights: bool) -> None:
     kind = int8.Int8QuantizedTrainingLinearWeight
     param = nn.Parameter(kind.from_float(values.bfloat16()))
     plain = nn.Parameter(param.detach().dequantize().float())
-    optimizer = FusedAdamW([param], lr=0.01, master_weights=master_weights)
+    optimizer = FusedAdamW([param], lr=0.01, master_bits=32 if master_weights else 0)
     reference = torch.optim.AdamW([plain], lr=0.01)
     for seed in range(20):
         step(optimizer, reference, seed)

@@ -118,7 +118,9 @@ def average_of_plain(recipe: str) -> dict[str, Tensor]:
     plain, steps = plain_model(recipe, torch.bfloat16).float(), Run(recipe, "plain")
     averaged = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     averaged.update_parameters(plain)
-    optimizer = FusedAdam([p for p in plain.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1)
+    optimizer = FusedAdam(
+        [p for p in plain.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1, decoupled_weight_decay=True
+    )
     for step in range(3):
         steps.set_gradients(step)
         for name, param in steps.params.items():

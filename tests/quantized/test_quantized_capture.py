@@ -38,7 +38,7 @@ def build(recipe: Recipe, master_weights: bool, dtype: torch.dtype = torch.bfloa
     model = nn.Sequential(nn.Linear(160, 200), nn.Linear(200, 96)).to("cuda", dtype)
     quantize_model_(model, recipe)
     states = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
-    return model, FusedAdamW(model.parameters(), capturable=True, master_weights=master_weights, **states)
+    return model, FusedAdamW(model.parameters(), capturable=True, master_bits=32 if master_weights else 0, **states)
 
 
 def gradients(model: nn.Module, step: int) -> list[Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import distributed
 from distributed import join_all, on_each_device, same_bits
-from fused_optim import FusedAdam, adapters
+from fused_optim import adapters
 from fused_optim.quantized import (
     Float8BlockScaling,
     Float8DelayedScaling,
@@ -31,6 +31,7 @@ from fused_optim.quantized import (
 from fused_optim.quantized.recipes import codec as quantizer
 from fused_optim.quantized.tensor.written import keep_plain
 from pairwise import pairwise
+from peers import FusedAdam
 from quantized_cases import RECIPES, Run, values
 
 F32, BF16, F16, E4M3, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
@@ -76,7 +77,12 @@ class Training:
         params = [nn.Parameter(values(shape, 99).bfloat16().to(device)) for shape in others]
         groups = [{"params": weights[::2] + params, "lr": 0.1}, {"params": weights[1::2], "weight_decay": 0.3}]
         formats = {"exp_avg_dtype": moments[0], "exp_avg_sq_dtype": moments[1]}
-        self.optimizer = FusedAdam([g for g in groups if g["params"]], lr=0.01, seed=5, **{**formats, **options})
+        self.optimizer = FusedAdam(
+            [g for g in groups if g["params"]],
+            lr=0.01,
+            seed=5,
+            **{"decoupled_weight_decay": True, **formats, **options},
+        )
         self.optimizer.initialize_state()
 
     def params(self) -> list[Tensor]:
@@ -192,7 +198,9 @@ def test_fp16_masters(
 
 
 @pytest.mark.parametrize(
-    "options", [{"plain": False}, {"weight_decay": 0.1, "adam_w_mode": False}, {"use_decoupled_grad": True}], ids=str
+    "options",
+    [{"plain": False}, {"weight_decay": 0.1, "decoupled_weight_decay": False}, {"use_decoupled_grad": True}],
+    ids=str,
 )
 @pytest.mark.parametrize("recipe", DIRECT)
 def test_options_of_steps(
@@ -282,7 +290,7 @@ def test_steps_of_many_mixes(engine: str, use_backend: Callable[[str], None]) ->
             weight = quantized(values((40, 128), i), ALL[name], device)
             groups.append({"params": [weight], "exp_avg_dtype": moments[0], "exp_avg_sq_dtype": moments[1]})
         big = nn.Parameter(values((256, 512), 1).bfloat16().to(device))
-        groups.append({"params": [big], "store_param_remainders": True, "exp_avg_dtype": INT8})
+        groups.append({"params": [big], "exp_avg_dtype": INT8})
         training = Training(ALL["mxfp8"], device)
         training.optimizer = FusedAdam(groups, lr=0.01)
         training.steps(0, 3)

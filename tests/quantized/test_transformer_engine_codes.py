@@ -48,7 +48,7 @@ KINDS: dict[str, Make] = {
     "rows, any scale": lambda x: Float8BlockwiseQTensor(x, BlockQuantizer(1, force_pow_2_scales=False)),
 }
 SHAPES = [(8, 64), (7, 144), (130, 260)]
-OPTIONS: dict[str, Any] = {"lr": 0.01, "master_weights": False, "seed": 5}
+OPTIONS: dict[str, Any] = {"lr": 0.01, "master_bits": 0, "seed": 5}
 
 kind_of = pytest.mark.parametrize("kind", KINDS)
 
@@ -320,9 +320,9 @@ REFUSED = {
 @pytest.mark.parametrize("text", REFUSED)
 def test_weights_that_only_quantize_could_write_need_masters(text: str) -> None:
     param = REFUSED[text]().requires_grad_()
-    expected = rf"master_weights=False: a \w+ of shape \(8, 64\) needs a master: .*{text}.*; use master_weights=True"
+    expected = rf"master_bits=0: a \w+ of shape \(8, 64\) needs a master: .*{text}.*; use master_bits=32"
     with pytest.raises(ValueError, match=expected):
-        FusedAdamW([param], master_weights=False).initialize_state()
+        FusedAdamW([param], master_bits=0).initialize_state()
 
 
 # --- shards -----------------------------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ def refuse_empty_shards() -> None:
     local = local_tensor(plain) if local_tensor(plain).numel() else torch.ones(1, 16)
     param = rewrap_like(KINDS["current"](local), plain).requires_grad_()
     with pytest.raises(NotImplementedError, match=r"shape \(3, 16\).* some of its 4 ranks hold nothing"):
-        FusedAdamW([param], master_weights=False).initialize_state()
+        FusedAdamW([param], master_bits=0).initialize_state()
 
 
 def test_current_scaling_with_empty_shards_is_refused_on_all_ranks() -> None:

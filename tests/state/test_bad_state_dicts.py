@@ -19,8 +19,9 @@ import cases
 import distributed
 from cases import values
 from distributed import assert_same
-from fused_optim import FusedAdam, FusedAdamW, load_optimizer_checkpoint
+from fused_optim import load_optimizer_checkpoint
 from fused_optim.sharding.dtensor import local_tensor
+from peers import FusedAdam, FusedAdamW
 
 StateDict = dict[str, Any]
 SHAPES = [(6, 128), (5, 32), (10,)]

@@ -16,10 +16,10 @@ import cases
 import distributed
 from checkpoint_cases import END, FORMATS, SAVED_AT, WAYS, Run, straight, trained_states
 from distributed import Part, assert_same, join_all
-from fused_optim import FusedAdam
 from fused_optim.sharding.dtensor import local_tensor
 from native_cases import EVERY_MASTER, PLAIN, REM16, build, stored, tensors_of, trained
 from pairwise import pairwise
+from peers import FusedAdam
 
 FORMS = ["unscaled", "native"]
 EACH_FORM = pytest.mark.parametrize("form", FORMS)

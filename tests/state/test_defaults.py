@@ -16,17 +16,26 @@ from cases import values
 from distributed import same_bits
 from fused_optim import FusedAdam, FusedAdamW
 from fused_optim.compat import apex, transformer_engine
+from fused_optim.compat._common import PeersSettings
 from fused_optim.integrations import megatron
+from fused_optim.options.reading import PEERS_WORDS
 from pairwise import pairwise
 
 KINDS = [FusedAdam, FusedAdamW, apex.FusedAdam, transformer_engine.FusedAdam, megatron.FusedAdam]
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"lr": 0.3, "betas": (0.5, 0.6), "eps": 1e-4, "weight_decay": 0.2, "maximize": True},
+    {
+        "lr": 0.3,
+        "betas": (0.5, 0.6),
+        "eps": 1e-4,
+        "weight_decay": 0.2,
+        "maximize": True,
+        "decoupled_weight_decay": True,
+    },
     {"master_weights": True, "store_param_remainders": True, "param_remainder_bits": 8, "seed": 5},
     {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.float16, "stochastic_rounding": False},
-    {"adam_w_mode": False, "bias_correction": False, "master_weights": True},
+    {"decoupled_weight_decay": False, "bias_correction": False, "master_weights": True},
     {"capturable": True, "use_decoupled_grad": True},
     {"checkpoint_format": "native", "checkpoint_device": "cpu", "master_weights": False},
     {"master_weights": True, "master_weight_dtype": torch.float16},
@@ -36,6 +45,15 @@ COPIES: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
 }
+
+
+def known_to(kind: type[FusedAdam], options: dict[str, Any]) -> dict[str, Any]:
+    """Native classes have ``master_bits`` alone."""
+    if issubclass(kind, PeersSettings):
+        return options
+    own = {key: value for key, value in options.items() if key not in PEERS_WORDS}
+    masters = (options.get("master_weights", True), options.get("param_remainder_bits"))
+    return own | ({} if masters == (True, None) else {"master_bits": 24 if masters[0] else 0})
 
 
 def params() -> list[nn.Parameter]:
@@ -53,7 +71,7 @@ def stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("kind, options, copied", pairwise(KINDS, OPTIONS, list(COPIES)))  # not the product: each two
 def test_the_same_optimizer_is_built_again(kind: type[FusedAdam], options: dict[str, Any], copied: str) -> None:
-    original = kind(params(), **options)
+    original = kind(params(), **known_to(kind, options))
     again = kind(params(), **COPIES[copied](original).defaults)
     assert again.param_groups[0].keys() == original.param_groups[0].keys()
     assert again.defaults == original.defaults and again.checkpoint_options == original.checkpoint_options
@@ -63,6 +81,7 @@ def test_the_same_optimizer_is_built_again(kind: type[FusedAdam], options: dict[
 @EVERY_KIND
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_groups_are_handed_to_a_new_optimizer(kind: type[FusedAdam], options: dict[str, Any]) -> None:
+    options = known_to(kind, {"decoupled_weight_decay": True, **options})
     original = kind([{"params": params(), "weight_decay": 0.7}], **options)
     again = type(original)(original.param_groups, **original.defaults)
     assert again.param_groups[0]["weight_decay"] == 0.7 and again.param_groups[0]["step"] == 0
@@ -85,7 +104,7 @@ def test_all_groups_have_the_same_keys(kind: type[FusedAdam], copied: str) -> No
 def test_defaults_are_the_constructors_arguments(kind: type[FusedAdam]) -> None:
     optimizer = kind(params())
     accepted = inspect.signature(FusedAdam.__init__).parameters.keys() - {"self", "params"}
-    assert set(optimizer.defaults) == accepted
+    assert set(optimizer.defaults) == accepted | {*(PEERS_WORDS if issubclass(kind, PeersSettings) else ())}
 
 
 def test_keys_that_are_given_stay() -> None:

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 
 import distributed
 from distributed import assert_same, join_all, part
-from fused_optim import FusedAdam, FusedAdamW
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
+from peers import FusedAdam, FusedAdamW
 
 INT8 = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
 MASTERS: list[dict[str, Any]] = [

@@ -17,9 +17,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import distributed
 from cases import MASTER, values
 from distributed import same_bits
-from fused_optim import FusedAdam, FusedAdamW, FusedMuon
 from fused_optim.state import torch_form
 from fused_optim.tools.conversion import convert_checkpoint
+from peers import FusedAdam, FusedAdamW, FusedMuon
 
 STEPS = 3
 FORMS = ("unscaled", "native", "torch")

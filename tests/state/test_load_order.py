@@ -25,12 +25,12 @@ import cases
 import distributed
 from cases import values
 from distributed import Part, assert_same, join_all, part, same_bits
-from fused_optim import FusedAdam
 from fused_optim.compat import transformer_engine
 from fused_optim.formats.masters import Master
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.state import remainders
 from fused_optim.state.remainders import LoadedRemainder, misfits, row_checks
+from peers import FusedAdam
 
 BF16 = torch.bfloat16
 SHAPES = {"wide": (7, 256), "odd": (5, 50), "vector": (10,)}

@@ -33,7 +33,6 @@ import cases
 import distributed
 from checkpoint_cases import FORMATS, WAYS, Run, trained_states
 from distributed import Part, assert_same, join_all, same_bits
-from fused_optim import FusedAdam
 from fused_optim.adam import MOMENTS
 from fused_optim.sharding.dtensor import local_tensor
 from native_cases import (
@@ -53,6 +52,7 @@ from native_cases import (
     trained,
 )
 from pairwise import each_once, pairwise
+from peers import FusedAdam
 
 
 @EVERY_MASTER
@@ -376,7 +376,7 @@ def test_tied_parameters(flat: bool, tmp_path: Path) -> None:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Embedding(16, 64), nn.Linear(64, 16)).bfloat16()
         model[1].weight = model[0].weight
-        options = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8, "store_param_remainders": True}
+        options = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
         return model, FusedAdam(model.parameters(), checkpoint_format="native", **options)
 
     model, optimizer = tied(0)

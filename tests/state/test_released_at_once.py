@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import distributed
-from fused_optim import FusedAdamW, FusedLion, FusedMuon, enable_gradient_release
+from fused_optim import enable_gradient_release
 from fused_optim.memory.by_parameter import ByParameter
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.quantized import (
@@ -35,6 +35,7 @@ from fused_optim.quantized import (
     quantize_model_,
 )
 from fused_optim.state import host_states
+from peers import FusedAdamW, FusedLion, FusedMuon
 
 Kept = list[weakref.ref[Tensor]]
 BF16 = torch.bfloat16

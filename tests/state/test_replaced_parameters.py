@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fused_optim import FusedAdamW
+from peers import FusedAdamW
 
 MASTERS: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.float32, {}),

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from cases import MASTER, values
 from distributed import same_bits
-from fused_optim import FusedAdam, load_optimizer_checkpoint
+from fused_optim import load_optimizer_checkpoint
+from peers import FusedAdam
 
 # What rotates: second moments, FP16 masters, parameters without master.
 CASES: dict[str, dict[str, Any]] = {

@@ -24,11 +24,12 @@ import cases
 import distributed
 from cases import values
 from distributed import same_bits
-from fused_optim import FusedAdam, enable_gradient_release
+from fused_optim import enable_gradient_release
 from fused_optim.checkpoint import Checkpointer
 from fused_optim.compat import apex, transformer_engine
 from fused_optim.sharding.dtensor import local_tensor
 from pairwise import pairwise
+from peers import FusedAdam
 
 FORMS = pytest.mark.parametrize("form", ["unscaled", "native"])
 MASTERS = pytest.mark.parametrize("master", ["float32", "bfloat16+float32", "bfloat16+rem16"])

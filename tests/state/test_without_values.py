@@ -17,9 +17,10 @@ from torch.distributed.fsdp import fully_shard
 
 import cases
 import distributed
-from fused_optim import FusedAdamW, clip_grad_norm_
+from fused_optim import clip_grad_norm_
 from fused_optim.sharding.dtensor import local_tensor
 from pairwise import each_once, pairwise
+from peers import FusedAdamW
 
 EVERY_MASTER = pytest.mark.parametrize("master", cases.MASTERS, ids=str)
 # Not all masters x formats x forms: each two of them.
@@ -75,7 +76,7 @@ def test_steps_of_meta_models(master: cases.Master) -> None:
 def state_of_sharded_meta() -> list[tuple[int, ...]]:
     model = model_of(torch.bfloat16, "meta")
     fully_shard(model, mesh=distributed.mesh())
-    optimizer = FusedAdamW(model.parameters(), exp_avg_dtype=torch.int8, store_param_remainders=True)
+    optimizer = FusedAdamW(model.parameters(), exp_avg_dtype=torch.int8)
     flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
     assert all(local_tensor(s).is_meta for states in optimizer.state.values() for s in states.values())
     return [tuple(value.shape) for key, value in flat.items() if key.endswith("exp_avg")]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cases import FLOAT_DTYPES, FORMAT, FORMATS, MASTER, MASTERS, SHAPES, Format, Master, values
 from distributed import two_gpus
-from fused_optim import FusedAdam, FusedAdamW
 from pairwise import pairwise
+from peers import FusedAdam, FusedAdamW
 
 PARAMETERS = [(4, 128), (5, 7), (10,)]
 VARIANTS = [

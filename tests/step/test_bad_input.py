@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing._internal.two_tensor import TwoTensor
 
 from cases import values
-from fused_optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon, save_master_safetensors
+from fused_optim import save_master_safetensors
+from peers import FusedAdam, FusedAdamW, FusedLion, FusedMuon
 
 SECRET = 77777.0  # fills tensors: must not be seen in a message
 
@@ -351,7 +352,11 @@ def test_gradient(
     options = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.float8_e4m3fn, "store_param_remainders": True}
     named = [(f"layer{i}.weight", param) for i, param in enumerate(params)]
     optimizer = FusedAdam(
-        [{"params": named[:2]}, {"params": named[2:]}], weight_decay=0.1, use_decoupled_grad=True, **options
+        [{"params": named[:2]}, {"params": named[2:]}],
+        weight_decay=0.1,
+        use_decoupled_grad=True,
+        **options,
+        decoupled_weight_decay=True,
     )
     for param in params:
         param.decoupled_grad = values((4, 128), torch.float32, "cpu", seed=9)

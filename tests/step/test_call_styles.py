@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cases import values
 from distributed import same_bits
-from fused_optim import FusedAdam, FusedAdamW
+from fused_optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon
 from fused_optim.compat import apex, transformer_engine
 from fused_optim.integrations import megatron
 from fused_optim.options import reading as options
@@ -56,11 +56,12 @@ STYLES: dict[str, tuple[type[FusedAdam], dict[str, Any], dict[str, Any]]] = {
             "betas": (torch.tensor(0.5), torch.tensor([0.75])),
             "eps": torch.tensor(0.125),
             "weight_decay": torch.tensor(0.25),
+            "decoupled_weight_decay": True,
         },
-        {"betas": (0.5, 0.75), "eps": 0.125, "weight_decay": 0.25},
+        {"betas": (0.5, 0.75), "eps": 0.125, "weight_decay": 0.25, "decoupled_weight_decay": True},
     ),
     "torch: betas as one tensor": (FusedAdam, {"betas": torch.tensor([0.5, 0.75])}, {"betas": (0.5, 0.75)}),
-    "torch: Adam's name for AdamW": (FusedAdam, {"decoupled_weight_decay": False}, {"adam_w_mode": False}),
+    "torch: a flag as a number": (FusedAdam, {"decoupled_weight_decay": 0}, {"decoupled_weight_decay": False}),
     "Apex: by position": (
         apex.FusedAdam,
         {"bias_correction": False, "set_grad_none": True, "weight_decay": 0.1, "master_weights": True},
@@ -73,11 +74,6 @@ STYLES: dict[str, tuple[type[FusedAdam], dict[str, Any], dict[str, Any]]] = {
     ),
     "TransformerEngine: the masters themselves": (
         transformer_engine.FusedAdam,
-        {"master_weights": masters(), "capturable": True},
-        {"master_weights": True, "capturable": True},
-    ),
-    "TransformerEngine's suite on the base class": (
-        FusedAdam,
         {"master_weights": masters(), "capturable": True},
         {"master_weights": True, "capturable": True},
     ),
@@ -111,8 +107,7 @@ STYLES: dict[str, tuple[type[FusedAdam], dict[str, Any], dict[str, Any]]] = {
     "None means the default": (
         FusedAdamW,
         {
-            "master_weights": None,
-            "adam_w_mode": None,
+            "decoupled_weight_decay": None,
             "maximize": None,
             "amsgrad": None,
             "capturable": None,
@@ -128,8 +123,8 @@ STYLES: dict[str, tuple[type[FusedAdam], dict[str, Any], dict[str, Any]]] = {
     ),
     "DeepSpeed's config": (
         FusedAdam,
-        {"lr": "3e-3", "betas": [0.8, 0.999], "eps": "1e-8", "weight_decay": "3e-7", "adam_w_mode": "true"},
-        {"lr": 3e-3, "betas": (0.8, 0.999), "weight_decay": 3e-7},
+        {"lr": "3e-3", "betas": [0.8, 0.999], "eps": "1e-8", "weight_decay": "3e-7", "decoupled_weight_decay": "true"},
+        {"lr": 3e-3, "betas": (0.8, 0.999), "weight_decay": 3e-7, "decoupled_weight_decay": True},
     ),
     "Trainer's adam_kwargs with fused": (
         FusedAdamW,
@@ -151,12 +146,13 @@ STYLES: dict[str, tuple[type[FusedAdam], dict[str, Any], dict[str, Any]]] = {
     ),
     "short names of dtypes": (
         FusedAdamW,
-        {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8", "master_weight_dtype": "fp16"},
-        {
-            "exp_avg_dtype": torch.bfloat16,
-            "exp_avg_sq_dtype": torch.float8_e4m3fn,
-            "master_weight_dtype": torch.float16,
-        },
+        {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"},
+        {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float8_e4m3fn},
+    ),
+    "TransformerEngine: short names of dtypes": (
+        transformer_engine.FusedAdam,
+        {"master_weights": True, "master_weight_dtype": "fp16", "exp_avg_dtype": "uint8"},
+        {"master_weights": True, "master_weight_dtype": torch.float16, "exp_avg_dtype": torch.float8_e4m3fn},
     ),
 }
 # Hyperparameters and options of one param group, which AdamW's own groups or saved ones may be.
@@ -247,7 +243,7 @@ def test_saved_groups_of_others(saved: Any) -> None:
     "wrong, hint",
     [
         ("exp_avg_dtyp", "; did you mean exp_avg_dtype?"),
-        ("master_weight", "; did you mean master_weights?"),
+        ("master_bit", "; did you mean master_bits?"),
         ("optim_bits", ""),
     ],
 )
@@ -266,18 +262,80 @@ def test_text_that_is_no_flag_is_refused_by_drop_ins_too(kind: type[FusedAdam], 
 
 @pytest.mark.parametrize("wrong", [[True], [torch.ones(1), 1], torch.ones(2), np.ones(2), 2, 0.5, {}], ids=repr)
 def test_what_is_no_flag(wrong: Any) -> None:
-    with pytest.raises(TypeError, match=r"^master_weights: expected True or False, got"):
-        FusedAdamW(params(), master_weights=wrong)
+    with pytest.raises(TypeError, match=r"^stochastic_rounding: expected True or False, got"):
+        FusedAdamW(params(), stochastic_rounding=wrong)
 
 
 @pytest.mark.parametrize("given, decoupled", [(False, True), (True, False)])
 def test_a_group_cannot_mean_another_optimizer(given: bool, decoupled: bool) -> None:
     with pytest.raises(
-        ValueError, match=f"decoupled_weight_decay={given} in a param group: .* adam_w_mode={decoupled}"
+        ValueError, match=f"decoupled_weight_decay={given} in a param group: .* decoupled_weight_decay={decoupled}"
     ):
-        FusedAdam([{"params": params(), "decoupled_weight_decay": given}], adam_w_mode=decoupled)
+        FusedAdam([{"params": params(), "decoupled_weight_decay": given}], decoupled_weight_decay=decoupled)
     with pytest.raises(ValueError, match="differentiable=True is not supported"):
         FusedAdam([{"params": params(), "differentiable": True}])
+
+
+@pytest.mark.parametrize("decay", [0.1, 3, "3e-7", torch.tensor(0.1)], ids=str)
+def test_a_weight_decay_asks_whose_it_is(decay: Any) -> None:
+    """torch.optim.Adam's goes into the gradient; that of other libraries' FusedAdam does not."""
+    optimizer = FusedAdam(params())
+    builds: list[Callable[[], Any]] = [
+        lambda: FusedAdam(params(), weight_decay=decay),
+        lambda: FusedAdam(params(), weight_decay=decay, decoupled_weight_decay=None),
+        lambda: FusedAdam([{"params": params()}, {"params": params(), "weight_decay": decay}]),
+        lambda: optimizer.add_param_group({"params": params(), "weight_decay": decay}),
+    ]
+    for build in builds:
+        with pytest.raises(
+            ValueError, match=r"=False .*torch.optim.Adam.*=True .*AdamW, .*TransformerEngine.*FusedAdamW"
+        ):
+            build()
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": params(), "weight_decay": decay, "decoupled_weight_decay": True})
+    for kind in (FusedAdamW, apex.FusedAdam, transformer_engine.FusedAdam, megatron.FusedAdam):
+        assert kind(params(), weight_decay=decay).rule.adam_w_mode
+
+
+@pytest.mark.parametrize(
+    "kind, own",
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.Adam, {}),
+        (torch.optim.Adam, {"decoupled_weight_decay": True, "maximize": True, "foreach": True}),
+    ],
+)
+def test_defaults_of_torchs_adam_are_arguments(kind: type[torch.optim.Adam], own: dict[str, Any]) -> None:
+    theirs = kind(params(F32), lr=0.1, weight_decay=0.3, **own)
+    ours = FusedAdam(params(F32), **theirs.defaults)
+    for a, b in zip(stepped(ours)[:2], stepped(theirs)[:2], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("word", options.REMOVED)
+@pytest.mark.parametrize("kind", [FusedAdam, FusedAdamW, FusedLion, FusedMuon])
+def test_words_of_earlier_releases(kind: Callable[..., Any], word: str) -> None:
+    with pytest.raises(TypeError, match=f"{kind.__name__}.. takes no {word} any more: "):
+        kind(params(), **{word: True})
+
+
+@pytest.mark.parametrize("given", [torch.uint8, "uint8", "torch.uint8"], ids=str)
+@pytest.mark.parametrize(
+    "kind, option",
+    [
+        *((FusedAdamW, option) for option in ("state_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")),
+        *((FusedLion, option) for option in ("state_dtype", "exp_avg_dtype")),
+        *((FusedMuon, option) for option in ("state_dtype", "momentum_dtype", "exp_avg_dtype")),
+    ],
+)
+def test_bytes_are_no_format(kind: Callable[..., Any], option: str, given: Any) -> None:
+    """Of the constructor, and of groups then and later."""
+    with pytest.raises(ValueError, match=f'^{option}: write "float8_e4m3fn"'):
+        kind(params(), **{option: given})
+    optimizer = kind(params())
+    with pytest.raises(ValueError, match=f'^{option}: write "float8_e4m3fn"'):
+        optimizer.add_param_group({"params": params(), option: given})
+    assert len(optimizer.param_groups) == 1
 
 
 def test_type_checkers_know_every_option() -> None:

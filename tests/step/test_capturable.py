@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cases import FORMATS, MASTER, MASTERS, Format, Master, values
 from distributed import two_gpus
-from fused_optim import FusedAdam
+from peers import FusedAdam
 
 SHAPES = [(6, 128), (5, 7), (300,)]
 ALL_FORMATS = pytest.mark.parametrize("fmt", FORMATS, ids=str)
@@ -24,7 +24,7 @@ def test_no_effect_on_the_cpu() -> None:
     results = []
     for capturable in (False, True):
         params = [torch.nn.Parameter(values(shape, torch.float32, "cpu", seed=1)) for shape in SHAPES]
-        optimizer = FusedAdam(params, lr=0.1, weight_decay=0.3, capturable=capturable)
+        optimizer = FusedAdam(params, lr=0.1, weight_decay=0.3, capturable=capturable, decoupled_weight_decay=True)
         for step in range(3):
             for param in params:
                 param.grad = values(tuple(param.shape), torch.float32, "cpu", seed=step)
@@ -65,7 +65,7 @@ class Training:
         for param in self.params:
             param.grad = torch.zeros_like(param)
         formats = {"exp_avg_dtype": fmt.dtype, "exp_avg_sq_dtype": fmt.dtype}
-        options = {"lr": 0.01, "weight_decay": 0.1, "capturable": True, **options}
+        options = {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True, "capturable": True, **options}
         self.optimizer = FusedAdam(self.params, **formats, **master.options, **options)
         self.compute_gradients()  # CUDA loads a kernel when it is first used, which is better not in a capture
         self.phase.zero_()
@@ -339,7 +339,7 @@ def test_many_launches_per_step(gpu: str) -> None:
     trainings = []
     for _ in range(2):
         training = Training(FORMATS[0], MASTERS[0], shapes=shapes)
-        options = {"lr": 0.01, "weight_decay": 0.1, "capturable": True}
+        options = {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True, "capturable": True}
         training.optimizer = FusedAdam([{"params": training.params[i::40]} for i in range(40)], **options)
         training.step()
         trainings.append(training)
@@ -383,8 +383,10 @@ def test_two_devices(capturable: bool, gpu: str) -> None:
 
     def make(devices: tuple[str, str]) -> tuple[list[Tensor], FusedAdam]:
         params = [torch.nn.Parameter(values((6, 128), torch.bfloat16, d, seed=i)) for i, d in enumerate(devices)]
-        options = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8, "store_param_remainders": True}
-        return params, FusedAdam(params, lr=2.0**-6, weight_decay=0.1, capturable=capturable, **options)
+        options = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
+        return params, FusedAdam(
+            params, lr=2.0**-6, weight_decay=0.1, capturable=capturable, **options, decoupled_weight_decay=True
+        )
 
     params, both = make(("cuda:0", "cuda:1"))
     others, single = make(("cuda:0", "cuda:0"))

@@ -19,8 +19,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import distributed
 from distributed import shard, two_gpus
-from fused_optim import FusedAdam, FusedAdamW, clip_grad_norm_
+from fused_optim import clip_grad_norm_
 from fused_optim.backends import load_engine
+from peers import FusedAdam, FusedAdamW
 
 SHAPES = [(70, 300), (5,), (0, 4), (3, 5, 7), (40000,)]
 NORMS = pytest.mark.parametrize("norm_type", [2.0, math.inf, 3.0, 1.0])

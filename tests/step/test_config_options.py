@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+import peers
 from cases import values
 from distributed import same_bits
 from fused_optim import FusedAdam, FusedAdamW
 from fused_optim.compat import apex, transformer_engine
+from fused_optim.compat._common import PeersSettings
 from fused_optim.integrations import megatron
 
 KINDS = [FusedAdam, FusedAdamW, apex.FusedAdam, transformer_engine.FusedAdam, megatron.FusedAdam]
@@ -24,16 +26,17 @@ CONFIG: dict[str, tuple[Any, Any]] = {
     "betas": (["9e-1", 0.95], (0.9, 0.95)),
     "eps": ("1e-7", 1e-7),
     "weight_decay": ("1e-1", 0.1),
+    "decoupled_weight_decay": ("true", True),
     "exp_avg_dtype": ("int8", torch.int8),
     "exp_avg_sq_dtype": ("torch.float8_e4m3fn", torch.float8_e4m3fn),
+    "seed": ("3", 3),
+}
+OF_PEERS: dict[str, tuple[Any, Any]] = {
     "master_weight_dtype": ("float32", torch.float32),
     "store_param_remainders": (True, True),
     "param_remainder_bits": ("8", 8),
     "master_weights": (True, True),
-    "seed": ("3", 3),
 }
-TEXTS = {key: text for key, (text, _) in CONFIG.items()}
-OBJECTS = {key: value for key, (_, value) in CONFIG.items()}
 
 
 def params() -> list[nn.Parameter]:
@@ -52,9 +55,11 @@ def stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 @EVERY_KIND
 def test_text_means_what_objects_mean(kind: type[FusedAdam]) -> None:
-    from_text, expected = kind(params(), **TEXTS), kind(params(), **OBJECTS)
+    config = CONFIG | (OF_PEERS if issubclass(kind, PeersSettings) else {"master_bits": ("24", 24)})
+    texts, objects = ({key: pair[i] for key, pair in config.items()} for i in (0, 1))
+    from_text, expected = kind(params(), **texts), kind(params(), **objects)
     assert from_text.state_dict()["param_groups"] == expected.state_dict()["param_groups"]
-    assert from_text.master_weight_dtype is torch.float32 and from_text.param_remainder_bits == 8
+    assert from_text.settings.master_weight_dtype is torch.float32 and from_text.settings.param_remainder_bits == 8
     assert all(map(same_bits, stepped(from_text), stepped(expected)))
 
 
@@ -117,7 +122,6 @@ FLAGS = [
     "stochastic_rounding",
     "bias_correction",
     "maximize",
-    "adam_w_mode",
     "store_param_remainders",
 ]
 
@@ -125,10 +129,10 @@ FLAGS = [
 @pytest.mark.parametrize("flag", [*FLAGS, "use_decoupled_grad", "skip_nonfinite", "unscales_gradients"])
 @pytest.mark.parametrize("text, value", [("False", False), ("true", True), (0, False), (1.0, True)])
 def test_flags_as_text(flag: str, text: Any, value: bool) -> None:
-    optimizer = FusedAdamW(params(), **{flag: text})
+    optimizer = peers.FusedAdamW(params(), **{flag: text})
     found = optimizer.param_groups[0][flag] if flag in optimizer.param_groups[0] else getattr(optimizer, flag)
     assert found is value
-    assert all(map(same_bits, stepped(optimizer), stepped(FusedAdamW(params(), **{flag: value}))))
+    assert all(map(same_bits, stepped(optimizer), stepped(peers.FusedAdamW(params(), **{flag: value}))))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +141,7 @@ def test_flags_as_text(flag: str, text: Any, value: bool) -> None:
 @pytest.mark.parametrize("wrong", ["no", "", 2, [True]], ids=repr)
 def test_what_is_no_flag_is_refused(flag: str, wrong: Any) -> None:
     with pytest.raises(TypeError, match=f"^{flag}: expected True or False, got"):
-        FusedAdamW(params(), **{flag: wrong})
+        peers.FusedAdamW(params(), **{flag: wrong})
 
 
 def test_flags_of_param_groups() -> None:

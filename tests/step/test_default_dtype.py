@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from distributed import same_bits
-from fused_optim import FusedAdamW
+from peers import FusedAdamW
 
 SHAPES = [(4, 128), (7,)]
 DEFAULTS = [torch.bfloat16, torch.float16, torch.float64]

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 import distributed
 from cases import FORMATS, MASTERS, SHAPES, Format, Master, values
 from distributed import assert_same, mesh, shard
-from fused_optim import FusedAdam, FusedAdamW, FusedLion
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.step.plan import Plan
 from pairwise import pairwise
+from peers import FusedAdam, FusedAdamW, FusedLion
 from quantized_cases import RECIPES
 from snippets import run_section
 
@@ -45,7 +45,8 @@ def built(
     tensors = [shape.layout(values(shape.shape, master.param_dtype, device, seed=i)) for i, shape in enumerate(shapes)]
     params = [nn.Parameter(tensor) for tensor in tensors]
     named = [(shape.name, param) for shape, param in zip(shapes, params, strict=True)]
-    optimizer = kind(named, **SETTINGS, state_dtype=fmt.dtype, **master.options)
+    told = {"decoupled_weight_decay": True} if kind is FusedAdam else {}
+    optimizer = kind(named, **SETTINGS, **told, state_dtype=fmt.dtype, **master.options)
     for step in range(3):
         set_grads(params, step)
         optimizer.step()
@@ -223,7 +224,7 @@ def test_lost_updates_of_weights_without_masters(device: str) -> None:
     for rotating in (True, False):
         param = nn.Parameter(torch.ones(64, 128, dtype=torch.bfloat16, device=device))
         optimizer = FusedAdamW(
-            [("w", param)], lr=2.0**-10, weight_decay=0.0, master_weights=False, stochastic_rounding=rotating
+            [("w", param)], lr=2.0**-10, weight_decay=0.0, master_bits=0, stochastic_rounding=rotating
         )
         optimizer.initialize_state()
         param.grad = torch.ones_like(param)
@@ -324,7 +325,7 @@ def test_a_look_marks_no_changes(recipe: str | None, device: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("options", [{}, {"master_weight_dtype": torch.float16}, {"master_weights": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"master_weight_dtype": torch.float16}, {"master_bits": 0}], ids=str)
 def test_quantized_weights_are_as_the_reference_says(
     recipe: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,7 +345,7 @@ def test_quantized_weights_are_as_the_reference_says(
 def test_quantized_weights() -> None:
     layer = nn.Sequential(nn.Linear(128, 64, bias=False, dtype=torch.bfloat16))
     quantize_model_(layer, MXFP8BlockScaling())
-    for options in ({}, {"master_weights": False}):
+    for options in ({}, {"master_bits": 0}):
         optimizer = FusedAdamW(layer.named_parameters(), **INT8, **options)
         layer[0].weight.grad = torch.ones(64, 128, dtype=torch.bfloat16)
         optimizer.step()
@@ -376,7 +377,7 @@ def sharded(ranks: int, replicated: bool) -> dict[str, Any]:
     on = mesh(2, ranks // 2) if replicated else mesh()
     placements = [torch.distributed.tensor.Replicate(), Shard(0)] if replicated else [Shard(0)]
     params = [nn.Parameter(shard(tensor, on, placements)) for tensor in tensors]
-    optimizer = FusedAdamW([(str(i), param) for i, param in enumerate(params)], store_param_remainders=True, **INT8)
+    optimizer = FusedAdamW([(str(i), param) for i, param in enumerate(params)], **INT8)
     for step in range(2):
         for i, param in enumerate(params):
             param.grad = shard(values(tuple(param.shape), torch.bfloat16, "cpu", seed=10 + i + step), on, placements)

@@ -22,8 +22,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import distributed
 from distributed import Part, assert_same, join_all, part, shard, shard_like, two_gpus
-from fused_optim import FusedAdam, FusedAdamW
 from pairwise import each_once, pairwise
+from peers import FusedAdam, FusedAdamW
 
 STEPS = 3
 FORMATS = [
@@ -122,7 +122,7 @@ def train(layouts: dict[str, Layout], master: str, sharded: bool, engine: str | 
             params.append(nn.Parameter(on_mesh.to(distributed.device())))
             names.append(f"{exp_avg}, {exp_avg_sq}, {name}")
         groups.append({"params": params, "exp_avg_dtype": exp_avg, "exp_avg_sq_dtype": exp_avg_sq})
-    optimizer = FusedAdam(groups, lr=0.01, weight_decay=0.1, seed=5, **options)
+    optimizer = FusedAdam(groups, lr=0.01, weight_decay=0.1, seed=5, **options, decoupled_weight_decay=True)
     with backend(engine):
         for step in range(STEPS):
             for index, param in enumerate(p for group in groups for p in group["params"]):
@@ -174,7 +174,14 @@ def step_uneven_gradients(sharded: bool) -> dict[str, Part]:
     params["frozen"].requires_grad_(False)
     last = params.pop("group")
     groups = [{"params": list(params.values())}, {"params": [last], "weight_decay": 0.5}]
-    optimizer = FusedAdam(groups, lr=0.1, weight_decay=0.1, exp_avg_dtype=torch.int8, exp_avg_sq_dtype=torch.int8)
+    optimizer = FusedAdam(
+        groups,
+        lr=0.1,
+        weight_decay=0.1,
+        exp_avg_dtype=torch.int8,
+        exp_avg_sq_dtype=torch.int8,
+        decoupled_weight_decay=True,
+    )
     for step in range(STEPS):
         for name in ("every step", "every other step")[: 1 + step % 2]:
             params[name].grad = shard_like(noise(shapes[name], step).bfloat16(), params[name])
@@ -299,7 +306,12 @@ def tensor_parallel(model: nn.Module) -> nn.Module:
 def group_options(model: nn.Module) -> list[dict[str, Any]]:
     """Three groups with formats and hyperparameters of their own."""
     named = list(model.named_parameters())
-    int8 = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8, "weight_decay": 0.1}
+    int8 = {
+        "exp_avg_dtype": torch.int8,
+        "exp_avg_sq_dtype": torch.int8,
+        "weight_decay": 0.1,
+        "decoupled_weight_decay": True,
+    }
     float8 = {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float8_e4m3fn, "lr": 0.02}
     matrices = [(name, param) for name, param in named if param.dim() == 2]
     return [
@@ -395,7 +407,12 @@ def refuse(spoil: Callable[[DTensor, Tensor], None], warm: bool) -> str:
     """A step with one wrong gradient, as the first step or a later one. Returns the error's text."""
     plain = nn.Parameter(noise((8, 64), 0))
     sharded = nn.Parameter(shard(noise((7, 64), 1), distributed.mesh(), [Shard(0)]))
-    options = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8, "weight_decay": 0.1}
+    options = {
+        "exp_avg_dtype": torch.int8,
+        "exp_avg_sq_dtype": torch.int8,
+        "weight_decay": 0.1,
+        "decoupled_weight_decay": True,
+    }
     optimizer = FusedAdam([plain, sharded], lr=0.1, use_decoupled_grad=True, **options)
     plain.decoupled_grad, sharded.decoupled_grad = noise((8, 64), 2), shard_like(noise((7, 64), 3), sharded)
     if warm:

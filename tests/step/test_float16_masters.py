@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fused_optim import FusedAdamW
+from peers import FusedAdamW
 
 STEPS = 40
 

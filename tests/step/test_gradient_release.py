@@ -18,9 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 import distributed
 from cases import FORMATS, MASTER, MASTERS, Format, Master
 from distributed import Part, assert_same, join_all, mesh, part, same_bits, two_gpus
-from fused_optim import FusedAdamW, enable_gradient_release
+from fused_optim import enable_gradient_release
 from fused_optim.quantized import Float8CurrentScaling, MXFP8BlockScaling, quantize_model_
 from pairwise import pairwise
+from peers import FusedAdamW
 from release_cases import Layers, everything, loss_of, make, train
 
 STEPS = 4

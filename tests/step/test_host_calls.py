@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_optim import FusedAdamW
 from fused_optim.backends import load_engine
 from fused_optim.quantized import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, QuantizedTensor, Recipe
+from peers import FusedAdamW
 
 MOST = {"plain": 181, "decoupled": 181, "mxfp8": 205, "delayed": 245, "current": 250}  # with Python 3.12 fewer
 RECIPES: dict[str, Recipe] = {

@@ -24,9 +24,9 @@ from torch.distributed.fsdp import fully_shard
 import distributed
 from cases import FORMATS, MASTERS, Format, Master, values
 from distributed import join_all, part, same_bits
-from fused_optim import FusedLion
 from fused_optim.formats.states import STATE_FORMATS
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
+from peers import FusedLion
 
 F32, BF16 = torch.float32, torch.bfloat16
 SHAPES = [(6, 128), (10,), (3, 5), (5, 256)]

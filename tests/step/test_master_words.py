@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import distributed
+import peers
 from cases import values
 from distributed import same_bits
 from fused_optim import FusedAdam, FusedAdamW
@@ -63,12 +64,13 @@ MASTERS: list[tuple[dict[str, Any], tuple[torch.dtype | None, torch.dtype | None
 @pytest.mark.parametrize("copied", ["itself", "pickled", "from its defaults"])
 def test_masters(options: dict[str, Any], expected: tuple[torch.dtype | None, ...], copied: str) -> None:
     """Without a warning: nothing was asked for that is not there."""
+    kind = FusedAdamW if options.keys() <= {"master_bits"} else peers.FusedAdamW
     for dtype, master in zip((BF16, F16, F32), expected):
-        optimizer = FusedAdamW([param(dtype)], **options)
+        optimizer = kind([param(dtype)], **options)
         if copied == "pickled":
             optimizer = pickle.loads(pickle.dumps(optimizer))
         elif copied == "from its defaults":
-            optimizer = FusedAdamW([param(dtype)], **optimizer.defaults)
+            optimizer = kind([param(dtype)], **optimizer.defaults)
         assert master_dtype(optimizer, optimizer.param_groups[0]["params"][0]) == master
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -97,14 +99,14 @@ def test_drop_in_classes_keep_the_masters_of_their_originals(kind: Callable[...,
 )
 def test_words_that_contradict(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        FusedAdamW([param()], **options)
+        peers.FusedAdamW([param()], **options)
 
 
 @pytest.mark.parametrize("bits, long", [(32, {"store_param_remainders": True}), (0, {"master_weights": False})])
 @pytest.mark.parametrize("states", ["int8", "bf16", "fp32"])
 def test_short_words_are_the_long_options(bits: int, long: dict[str, Any], states: str) -> None:
     short = FusedAdamW([param()], master_bits=bits, state_dtype=states)
-    spelled = FusedAdamW([param()], exp_avg_dtype=states, exp_avg_sq_dtype=states, **long)
+    spelled = peers.FusedAdamW([param()], exp_avg_dtype=states, exp_avg_sq_dtype=states, **long)
     for seed in range(3):
         step(short, seed)
         step(spelled, seed)
@@ -238,6 +240,6 @@ def test_masters_are_spoken_of_in_fp32(bits: int) -> None:
     found = optimizer.get_unscaled_state(each, "master_param")
     torch.testing.assert_close(found, wanted, rtol=0.0 if bits == 32 else 2.0**-16, atol=0.0)
     torch.testing.assert_close(each.detach().float(), wanted, rtol=2.0**-8, atol=0.0)
-    asked = FusedAdamW([param()], store_param_remainders=True)
+    asked = peers.FusedAdamW([param()], store_param_remainders=True)
     step(asked, 1)
     assert asked.get_unscaled_state(asked.param_groups[0]["params"][0], "master_param").dtype == torch.int16

@@ -15,9 +15,10 @@ import cases
 import distributed
 from cases import values
 from distributed import Part, assert_same, join_all, part, same_bits, shard_like
-from fused_optim import FusedAdamW, FusedLion, enable_gradient_release
+from fused_optim import enable_gradient_release
 from fused_optim.step import plan as plans
 from pairwise import pairwise
+from peers import FusedAdamW, FusedLion
 
 MASTERS = ["float32", "bfloat16+float32", "bfloat16+float16", "bfloat16+rem16", "bfloat16+rem8", "bfloat16"]
 FORMATS = ["fp32", "bf16", "fp16", "fp8", "int8"]

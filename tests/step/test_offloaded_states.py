@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 import distributed
 from cases import FORMAT, FORMATS, MASTER, MASTERS, SHAPES, Format, Master, values
 from distributed import Part, assert_same, join_all, part, same_bits
-from fused_optim import FusedAdam, FusedAdamW, enable_gradient_release, save_master_safetensors
+from fused_optim import enable_gradient_release, save_master_safetensors
 from fused_optim.backends import offloaded
 from fused_optim.checkpoint import PinnedStager
 from fused_optim.memory.layout import MASTER as MASTER_PARAM
@@ -35,6 +35,7 @@ from fused_optim.quantized import Float8CurrentScaling, MXFP8BlockScaling, quant
 from fused_optim.quantized.recipes import Recipe
 from fused_optim.sharding.dtensor import Geometry, local_tensor
 from fused_optim.state import host_states
+from peers import FusedAdam, FusedAdamW
 
 INT8 = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
 # Cut into several parts in chunks of 32 kB, or put into one with others.

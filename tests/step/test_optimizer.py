@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+import fused_optim
 from cases import FORMAT, FORMATS, MASTER, MASTERS, SHAPES, Format, Master, values
-from fused_optim import FusedAdam, FusedAdamW
+from peers import FusedAdam, FusedAdamW
 
 ALL_MASTERS = pytest.mark.parametrize("master", MASTERS, ids=str)
 ALL_FORMATS = pytest.mark.parametrize("fmt", FORMATS, ids=str)
@@ -36,7 +37,9 @@ def make(
 ) -> tuple[Model, FusedAdam]:
     model = Model(device, master.param_dtype, seed)
     formats = {"exp_avg_dtype": fmt.dtype, "exp_avg_sq_dtype": fmt.dtype}
-    return model, FusedAdam(model.parameters(), **{"lr": 0.01, **formats, **master.options, **options})
+    return model, FusedAdam(
+        model.parameters(), **{"lr": 0.01, "decoupled_weight_decay": True, **formats, **master.options, **options}
+    )
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -69,7 +72,7 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def test_signature() -> None:
     """The names that other libraries pass, with these defaults."""
-    parameters = inspect.signature(FusedAdam.__init__).parameters
+    parameters = inspect.signature(fused_optim.FusedAdam.__init__).parameters
     assert {name: parameter.default for name, parameter in list(parameters.items())[1:]} == {
         "params": inspect.Parameter.empty,
         "lr": 1e-3,
@@ -78,27 +81,19 @@ def test_signature() -> None:
         "weight_decay": 0.0,
         "amsgrad": False,
         "bias_correction": True,
-        "adam_w_mode": True,
         "maximize": False,
         "capturable": False,
-        "master_weights": True,
-        "master_weight_dtype": torch.float32,
-        "store_param_remainders": None,
-        "param_remainder_bits": None,
         "exp_avg_dtype": None,
         "exp_avg_sq_dtype": None,
         "state_dtype": None,
         "master_bits": None,
         "stochastic_rounding": True,
         "seed": 0,
-        "use_decoupled_grad": False,
         "skip_nonfinite": False,
-        "unscales_gradients": True,
         "offload_states": False,
         "offload_fraction": 1.0,
         "checkpoint_format": "unscaled",
         "checkpoint_device": None,
-        "set_grad_none": None,
         "fused": None,
         "foreach": None,
         "differentiable": False,
@@ -331,11 +326,13 @@ def test_grad_scaler(device: str) -> None:
 # --- synthetic first steps --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("adam_w_mode", [True, False], ids=["decoupled", "coupled"])
+@pytest.mark.parametrize("decoupled_weight_decay", [True, False], ids=["decoupled", "coupled"])
 @ALL_MASTERS
-def test_first_step_with_zero_gradients_only_creates_states(master: Master, adam_w_mode: bool, device: str) -> None:
+def test_first_step_with_zero_gradients_only_creates_states(
+    master: Master, decoupled_weight_decay: bool, device: str
+) -> None:
     """torch.distributed.checkpoint and Megatron-FSDP make optimizers create their states by such a step."""
-    options = {"lr": 0.1, "weight_decay": 0.5, "adam_w_mode": adam_w_mode}
+    options = {"lr": 0.1, "weight_decay": 0.5, "decoupled_weight_decay": decoupled_weight_decay}
     (first, synthetic), (second, initialized) = (make(device, FORMAT["int8"], master, **options) for _ in range(2))
     for param in first.parameters():
         param.grad = torch.zeros_like(param)
@@ -780,7 +777,7 @@ def test_schedulers_may_end_below_zero(device: str) -> None:
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_schedules_of_weight_decay_may_end_below_zero(decoupled: bool, device: str) -> None:
     """By rounding, or on purpose. States that are saved there load."""
-    (model, actual), (other, _) = make(device, adam_w_mode=decoupled), make(device)
+    (model, actual), (other, _) = make(device, decoupled_weight_decay=decoupled), make(device)
     expected = (torch.optim.AdamW if decoupled else torch.optim.Adam)(other.parameters(), lr=0.01)
     for step, decay in enumerate((0.1, 0.05, -1e-18, -0.01)):
         actual.param_groups[0]["weight_decay"] = expected.param_groups[0]["weight_decay"] = decay

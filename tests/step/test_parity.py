@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cases import FORMAT, FORMATS, OPTIONS, Format, Shape, contiguous, values
 from cases import SHAPES as LAYOUTS
-from fused_optim import FusedAdam, FusedAdamW
+from peers import FusedAdam, FusedAdamW
 from reference import Adam
 
 STEPS = 100
@@ -52,8 +52,8 @@ def assert_close(actual: Tensor, expected: Tensor, relative: float, what: str = 
 
 
 def torch_adam(params: list[Any], options: dict[str, Any]) -> torch.optim.Optimizer:
-    kind = torch.optim.AdamW if options.get("adam_w_mode", True) else torch.optim.Adam
-    options = {"weight_decay": 0.0, **{key: value for key, value in options.items() if key != "adam_w_mode"}}
+    kind = torch.optim.AdamW if options.get("decoupled_weight_decay", True) else torch.optim.Adam
+    options = {"weight_decay": 0.0, **{key: value for key, value in options.items() if key != "decoupled_weight_decay"}}
     return kind(params, foreach=False, **options)
 
 
@@ -62,7 +62,7 @@ def run_both(device: str, options: dict[str, Any], make_lr: Callable[[], Any] | 
     ours, theirs = parameters(device), parameters(device)
     lr = {} if make_lr is None else {"lr": make_lr()}
     expected = torch_adam(theirs, {**options, **lr})
-    actual = FusedAdam(ours, **{**options, **lr})
+    actual = FusedAdam(ours, **{"decoupled_weight_decay": True, **options, **lr})
     for grads in gradients(device):
         for optimizer, params in ((expected, theirs), (actual, ours)):
             set_gradients(params, grads)
@@ -86,7 +86,9 @@ def test_option(name: str, device: str, backend: str) -> None:
     run_both(device, OPTIONS[name])
 
 
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"weight_decay": 0.1, "adam_w_mode": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, *({"weight_decay": 0.1, "decoupled_weight_decay": each} for each in (True, False))], ids=str
+)
 def test_lr_tensor(options: dict[str, Any], device: str) -> None:
     """A tensor of one element, on the host."""
     run_both(device, options, make_lr=lambda: torch.tensor(0.01))
@@ -98,7 +100,10 @@ def test_lr_tensor_on_device() -> None:
         pytest.skip("no GPU")
     ours, theirs = parameters("cuda"), parameters("cuda")
     lr = torch.tensor(0.01, device="cuda")
-    actual, expected = FusedAdam(ours, lr=lr, weight_decay=0.1), torch_adam(theirs, {"lr": 0.01, "weight_decay": 0.1})
+    actual, expected = (
+        FusedAdam(ours, lr=lr, weight_decay=0.1, decoupled_weight_decay=True),
+        torch_adam(theirs, {"lr": 0.01, "weight_decay": 0.1}),
+    )
     for step, grads in enumerate(gradients("cuda")):
         if step == 50:
             lr.fill_(0.002)
@@ -133,7 +138,7 @@ def test_groups(device: str, backend: str) -> None:
         ]
 
     ours, theirs = parameters(device), parameters(device)
-    actual, expected = FusedAdam(groups(ours)), torch_adam(groups(theirs), {})
+    actual, expected = FusedAdam(groups(ours), decoupled_weight_decay=True), torch_adam(groups(theirs), {})
     for grads in gradients(device):
         for optimizer, params in ((expected, theirs), (actual, ours)):
             set_gradients(params, grads)
@@ -148,7 +153,7 @@ def test_memory_layout_does_not_matter(shape: Shape, dtype: torch.dtype, device:
     start = values(shape.shape, torch.bfloat16, device, seed=0)
     pair = [torch.nn.Parameter(layout(start.clone())) for layout in (contiguous, shape.layout)]
     for param in pair:
-        optimizer = FusedAdam([param], lr=0.1, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype, store_param_remainders=True)
+        optimizer = FusedAdam([param], lr=0.1, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
         for step in range(3):
             param.grad = values(shape.shape, torch.bfloat16, device, seed=step + 1)
             optimizer.step()
@@ -157,11 +162,11 @@ def test_memory_layout_does_not_matter(shape: Shape, dtype: torch.dtype, device:
 
 
 @pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "uncorrected"])
-@pytest.mark.parametrize("adam_w_mode", [True, False], ids=["decoupled", "coupled"])
-def test_formula(corrected: bool, adam_w_mode: bool, device: str, backend: str) -> None:
+@pytest.mark.parametrize("decoupled_weight_decay", [True, False], ids=["decoupled", "coupled"])
+def test_formula(corrected: bool, decoupled_weight_decay: bool, device: str, backend: str) -> None:
     """Beside float64: torch.optim has no bias_correction=False."""
     options = {"lr": 0.01, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.05}
-    options |= {"bias_correction": corrected, "adam_w_mode": adam_w_mode}
+    options |= {"bias_correction": corrected, "decoupled_weight_decay": decoupled_weight_decay}
     params = parameters(device)
     optimizer = FusedAdam(params, **options)
     expected = [Adam(param.detach().cpu().numpy(), **options) for param in params]
@@ -199,7 +204,7 @@ def test_masters_follow_float32_training(dtype: torch.dtype, grad_dtype: torch.d
 def test_split_masters_follow_float32_training(bits: int, device: str) -> None:
     """16 bits: as exact as an FP32 master. 8 bits: to the 24 bits that are kept."""
     params, copies = (parameters(device, torch.bfloat16) for _ in range(2))
-    options = {"lr": 0.01, "store_param_remainders": True, "param_remainder_bits": bits}
+    options = {"lr": 0.01, "param_remainder_bits": bits}
     split, whole = FusedAdamW(params, **options), FusedAdamW(copies, lr=0.01, store_param_remainders=False)
     for grads in gradients(device, torch.bfloat16):
         set_gradients(params, grads)

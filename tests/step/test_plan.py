@@ -18,11 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from cases import FORMAT, MASTER, Format, Master, values
-from fused_optim import FusedAdam, adapters
+from fused_optim import adapters
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.state import host_states
 from fused_optim.step.plan import Plan
+from peers import FusedAdam
 
 SHAPES = [(4, 128), (5, 7), (0, 32), (300,)]
 VARIANTS = [
@@ -49,7 +50,9 @@ class Trainer:
         self.params = [self.param(shape, i) for i, shape in enumerate(SHAPES)]
         options = {"exp_avg_dtype": fmt.dtype, "exp_avg_sq_dtype": fmt.dtype, "offload_states": states == "offloaded"}
         groups = [{"params": self.params[:2]}, {"params": self.params[2:], "lr": 0.02}]
-        self.optimizer = FusedAdam(groups, lr=0.01, weight_decay=0.1, **options, **master.options)
+        self.optimizer = FusedAdam(
+            groups, lr=0.01, weight_decay=0.1, **options, **master.options, decoupled_weight_decay=True
+        )
 
     def param(self, shape: tuple[int, ...], seed: int) -> Tensor:
         return torch.nn.Parameter(self.place(values(shape, self.dtype, self.device, seed=seed)))
@@ -161,7 +164,7 @@ def reordered_parameters(t: Trainer) -> None:
 def changed_hyperparameters(t: Trainer) -> None:
     t.optimizer.param_groups[0] |= {"lr": 0.5, "betas": (0.5, 0.6), "eps": 0.1, "weight_decay": 0.3, "maximize": True}
     t.optimizer.param_groups[1] |= {"bias_correction": False, "step": 40}
-    t.optimizer.adam_w_mode = False
+    t.optimizer.rule.adam_w_mode = False
 
 
 def changed_seed(t: Trainer) -> None:

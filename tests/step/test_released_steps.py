@@ -16,8 +16,9 @@ from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
 from cases import FORMATS, MASTER
-from fused_optim import FusedAdamW, enable_gradient_release, export_optimizer_checkpoint, save_master_safetensors
+from fused_optim import enable_gradient_release, export_optimizer_checkpoint, save_master_safetensors
 from fused_optim.step import buckets
+from peers import FusedAdamW
 from release_cases import Layers, Pair, everything, gradients, loss_of, make, train
 
 STEPS = 4
@@ -58,7 +59,7 @@ CALLS: dict[str, Callable[[Any, FusedAdamW], Any]] = {
         for name, value in {
             **{"skip_nonfinite": True, "capturable": True, "use_decoupled_grad": True, "seed": 7},
             **{"stochastic_rounding": False, "master_weights": False, "checkpoint_format": "native"},
-            **{"adam_w_mode": False, "offload_states": True, "skip_nonfinite_group": None},
+            **{"offload_states": True, "skip_nonfinite_group": None},
         }.items()
     },
 }

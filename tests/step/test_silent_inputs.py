@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from cases import FORMAT, MASTER, Format, Master, normal
-from fused_optim import FusedAdamW, FusedLion, FusedMuon
 from fused_optim.formats.states import STATE_FORMATS, Kind, decode_state, encode_state
 from pairwise import pairwise
+from peers import FusedAdamW, FusedLion, FusedMuon
 from reference import MASK32
 
 LR = 1e-3

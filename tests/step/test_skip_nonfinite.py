@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
 import distributed
+import fused_optim
 from cases import FORMATS, MASTER, MASTERS, Format, Master, values
 from distributed import mesh, same_bits, shard, two_gpus
-from fused_optim import FusedAdam, FusedAdamW
 from fused_optim.quantized import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, quantize_model_
 from fused_optim.step import clip
 from pairwise import pairwise
+from peers import FusedAdam, FusedAdamW
 
 SHAPES = [(6, 128), (5, 7), (10,), (3, 4000), (0, 32)]
 BAD = (1, 2, 5)  # steps with a bad gradient
@@ -246,7 +247,7 @@ def test_copies_go_on_counting(copied: Callable[[FusedAdam], FusedAdam]) -> None
 
 
 def test_the_option_is_off_by_default() -> None:
-    assert inspect.signature(FusedAdamW).parameters["skip_nonfinite"].default is False
+    assert inspect.signature(fused_optim.FusedAdamW).parameters["skip_nonfinite"].default is False
     optimizer = FusedAdamW(parameters("cpu"))
     give_gradients(optimizer.store.params, 0)
     spoil(optimizer.store.params[0], 0, NAN)

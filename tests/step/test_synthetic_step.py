@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 import distributed
 from cases import normal
 from distributed import assert_same, join_all, part, shard, shard_like
-from fused_optim import FusedAdam
 from pairwise import pairwise
+from peers import FusedAdam
 
 SHAPES = [(7, 64), (2, 128), (1, 32), (10,)]  # uneven, and fewer rows than ranks
 INT8 = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
@@ -30,7 +30,9 @@ MASTERS: list[tuple[torch.dtype, dict[str, Any]]] = [
 
 def build(dtype: torch.dtype, **options: Any) -> FusedAdam:
     placed = [shard(normal(shape, i).to(dtype), distributed.mesh(), [Shard(0)]) for i, shape in enumerate(SHAPES)]
-    return FusedAdam([nn.Parameter(param) for param in placed], weight_decay=0.1, **INT8, **options)
+    return FusedAdam(
+        [nn.Parameter(param) for param in placed], weight_decay=0.1, **INT8, **options, decoupled_weight_decay=True
+    )
 
 
 def params_of(optimizer: FusedAdam) -> list[nn.Parameter]:
@@ -76,7 +78,13 @@ def local_state(optimizer: FusedAdam) -> dict[str, Tensor]:
 def variants(decoupled: bool) -> Iterator[dict[str, Any]]:
     for (dtype, options), adam_w_mode, tensor_lr in itertools.product(MASTERS, [True, False], [True, False]):
         lr = torch.tensor(0.1) if tensor_lr else 0.1
-        yield {"dtype": dtype, "lr": lr, "adam_w_mode": adam_w_mode, "use_decoupled_grad": decoupled, **options}
+        yield {
+            "dtype": dtype,
+            "lr": lr,
+            "decoupled_weight_decay": adam_w_mode,
+            "use_decoupled_grad": decoupled,
+            **options,
+        }
 
 
 def check_synthetic_step(step: Callable[[FusedAdam], None], decoupled: bool) -> None:
@@ -125,7 +133,7 @@ def check_one_element(decoupled: bool) -> None:
     for row, adam_w_mode in itertools.product(range(7), [True, False]):
         gradient = torch.zeros(SHAPES[0])
         gradient[row, 3] = 1e-30
-        optimizer = build(torch.float32, lr=0.0, adam_w_mode=adam_w_mode, use_decoupled_grad=decoupled)
+        optimizer = build(torch.float32, lr=0.0, decoupled_weight_decay=adam_w_mode, use_decoupled_grad=decoupled)
         step_with(optimizer, lambda i, p, g=gradient: shard_like(g, p) if i == 0 else torch.zeros_like(p))
         assert optimizer.param_groups[0]["step"] == 1
 

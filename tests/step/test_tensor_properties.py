@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from cases import FORMAT, MASTER, Format, Master, misaligned, transposed, values
-from fused_optim import FusedAdam, clip_grad_norm_
+from fused_optim import clip_grad_norm_
 from fused_optim.backends import load_engine
 from fused_optim.quantized import Float8CurrentScaling, MXFP8BlockScaling, quantize_model_
 from pairwise import pairwise
+from peers import FusedAdam
 
 SHAPES = [(4, 128), (5, 7), (1,), (300,)]
 VARIANTS = [
@@ -110,7 +111,9 @@ class Trainer:
             torch.nn.Parameter(place(values(shape, self.dtype, device, seed=i))) for i, shape in enumerate(SHAPES)
         ]
         formats = {"exp_avg_dtype": fmt.dtype, "exp_avg_sq_dtype": fmt.dtype}
-        self.optimizer = FusedAdam(self.params, lr=0.01, weight_decay=0.1, **formats, **master.options)
+        self.optimizer = FusedAdam(
+            self.params, lr=0.01, weight_decay=0.1, **formats, **master.options, decoupled_weight_decay=True
+        )
 
     def give_gradients(self, change: Property | None = None) -> None:
         self.steps += 1

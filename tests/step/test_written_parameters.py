@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distributed
 from distributed import assert_same, join_all, part, shard
-from fused_optim import FusedAdamW, save_master_safetensors
+from fused_optim import save_master_safetensors
 from fused_optim.formats.masters import Master, split_remainder
 from fused_optim.quantized import (
     Float8BlockScaling,
@@ -36,6 +36,7 @@ from fused_optim.quantized import (
 from fused_optim.state.param_state import ParamState
 from fused_optim.step.plan import Plan
 from pairwise import pairwise
+from peers import FusedAdamW
 
 INT8 = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
 SHAPE = (6, 128)

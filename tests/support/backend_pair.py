@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from cases import Master, Shape, values
-from fused_optim import FusedAdam
 from fused_optim.formats.masters import join_remainder
+from peers import FusedAdam
 
 UseBackend = Callable[[str], None]
 
@@ -37,7 +37,13 @@ class Pair:
         self, make: Callable[[], list[dict[str, Any]]], engine: str, use_backend: UseBackend, **options: Any
     ) -> None:
         self.engine, self.use_backend = engine, use_backend
-        options = {"lr": 0.01, "weight_decay": 0.1, "use_decoupled_grad": True, **options}
+        options = {
+            "lr": 0.01,
+            "weight_decay": 0.1,
+            "decoupled_weight_decay": True,
+            "use_decoupled_grad": True,
+            **options,
+        }
         self.reference, self.compiled = FusedAdam(make(), **options), FusedAdam(make(), **options)
 
     def step(self, grads: Sequence[Tensor | None]) -> None:

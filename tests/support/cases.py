@@ -190,8 +190,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lr": {"lr": 0.02},
     "maximize": {"maximize": True},
     "decoupled_weight_decay": {"weight_decay": 0.1, "lr": 0.01},
-    "coupled_weight_decay": {"weight_decay": 0.1, "lr": 0.01, "adam_w_mode": False},
-    "coupled_maximize": {"weight_decay": 0.1, "adam_w_mode": False, "maximize": True},
+    "coupled_weight_decay": {"weight_decay": 0.1, "lr": 0.01, "decoupled_weight_decay": False},
+    "coupled_maximize": {"weight_decay": 0.1, "decoupled_weight_decay": False, "maximize": True},
 }
 
 

@@ -32,8 +32,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import distributed
 from distributed import Part, Workers, join_all, part, shard, shard_like
-from fused_optim import FusedAdam
 from fused_optim.checkpoint import PinnedStager
+from peers import FusedAdam
 
 SAVED_AT, END = 2, 4
 FORMATS = [torch.int8, torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32]
@@ -117,7 +117,7 @@ class Run:
             params = [(name, param) for name, param in named if name.startswith(f"{prefix_of(FORMATS[index])}_")]
             decay = 0.7 if fresh else 0.1 * index
             groups.append({"params": params, "exp_avg_dtype": fmt, "exp_avg_sq_dtype": fmt, "weight_decay": decay})
-        self.optimizer = FusedAdam(groups, lr=0.5 if fresh else 0.01, seed=3, **options)
+        self.optimizer = FusedAdam(groups, lr=0.5 if fresh else 0.01, seed=3, decoupled_weight_decay=True, **options)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, gamma=0.9)
 
     def train(self, first: int, last: int) -> None:

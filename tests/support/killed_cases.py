@@ -21,7 +21,7 @@ def sharded(seed: int) -> tuple[nn.Module, FusedAdamW]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)).bfloat16()
     fully_shard(model, mesh=distributed.mesh())
-    formats = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8, "store_param_remainders": True}
+    formats = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
     return model, FusedAdamW(model.parameters(), lr=0.01, **formats)
 
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import distributed
 from cases import normal
-from fused_optim import FusedAdam, FusedMuon
 from fused_optim.sharding.dtensor import local_tensor
+from peers import FusedAdam, FusedMuon
 
 SHAPES = {"matrix": (7, 64), "second": (7, 2, 32), "vector": (11,), "wide": (4, 128)}
 ROWS = {  # by world size and rank
@@ -99,7 +99,9 @@ def build(kind: str, *, fresh: bool = False, **options: Any) -> tuple[nn.Paramet
         {"params": [matrix, vector], "weight_decay": 0.3},
         {"params": [second, wide], "lr": 0.02, "betas": (0.8, 0.9)},
     ]
-    optimizer = FusedAdam(groups, lr=0.5 if fresh else 0.01, weight_decay=0.1, **masters, **options)
+    optimizer = FusedAdam(
+        groups, lr=0.5 if fresh else 0.01, weight_decay=0.1, **masters, **options, decoupled_weight_decay=True
+    )
     return model, fully_shard_optimizer(optimizer)
 
 

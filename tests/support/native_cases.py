@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import cases
 from checkpoint_cases import FORMATS, Run
 from distributed import Part, part
-from fused_optim import FusedAdam
+from peers import FusedAdam
 
 # In the order of nn.ParameterDict.
 SHAPES = {

@@ -7,8 +7,8 @@ from fused_optim.compat import apex, transformer_engine
 
 PARAMS = [torch.zeros(1)]
 
-FusedAdam(PARAMS, lr=1e-3, exp_avg_dtype="int8", master_weights=False)
-FusedAdamW(PARAMS, lr=1e-3, exp_avg_dtype="int8", master_weights=False, fused=True)
+FusedAdam(PARAMS, lr=1e-3, exp_avg_dtype="int8", master_bits=0)
+FusedAdamW(PARAMS, lr=1e-3, exp_avg_dtype="int8", master_bits=0, fused=True)
 apex.FusedAdam(PARAMS, 1e-3, True, exp_avg_dtype=torch.int8, seed=3)
 transformer_engine.FusedAdam(PARAMS, exp_avg_dtype=torch.int8, seed=3)
 

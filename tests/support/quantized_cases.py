@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import distributed
 from distributed import Part, part, shard_like
-from fused_optim import FusedAdam
 from fused_optim.quantized import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -30,6 +29,7 @@ from fused_optim.quantized import (
     quantize_model_,
 )
 from fused_optim.sharding.dtensor import local_tensor
+from peers import FusedAdam
 
 RECIPES: dict[str, Recipe] = {
     "current": Float8CurrentScaling(),
@@ -162,7 +162,13 @@ class Run:
         if how != "plain":
             mesh = mesh_of(how)
             fully_shard(self.model, mesh=mesh["dp"] if how.endswith("tp") else mesh)
-        options = {"lr": 0.5 if fresh else 0.01, "weight_decay": 0.1, "seed": 3, **options}
+        options = {
+            "lr": 0.5 if fresh else 0.01,
+            "weight_decay": 0.1,
+            "decoupled_weight_decay": True,
+            "seed": 3,
+            **options,
+        }
         # torch.distributed.checkpoint loads no states of frozen parameters.
         self.params = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
         self.optimizer = FusedAdam(self.params.values(), **options)

@@ -18,9 +18,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 import distributed
 from checkpoint_cases import WAYS as WAYS_TO_SAVE
 from distributed import Part, assert_same, join_all
-from fused_optim import FusedAdam
 from fused_optim.quantized import QuantizedTensor, quantize_model_
 from fused_optim.sharding.dtensor import local_tensor
+from peers import FusedAdam
 from quantized_cases import (
     Case,
     Layers,
@@ -221,7 +221,7 @@ def train_each(recipes: Sequence[Case], how: str, master_weights: bool) -> dict[
     found = {}
     for recipe in recipes:
         build = perceptron if how.endswith("tp") else None
-        run = Run(recipe, how.removesuffix(" tp"), master_weights=master_weights, build=build)
+        run = Run(recipe, how.removesuffix(" tp"), master_bits=32 if master_weights else 0, build=build)
         run.train(0, 5)
         found[recipe] = run.snapshot()
     return found
@@ -245,7 +245,9 @@ def check_ranks(recipes: Sequence[Case], ranks: int, how: str, master_weights: b
 def check_masters(case: Case, dtype: torch.dtype) -> None:
     """They follow AdamW of plain weights."""
     run, plain = Run(case, "plain", dtype), plain_model(case, dtype).float()
-    reference = FusedAdam([p for p in plain.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1)
+    reference = FusedAdam(
+        [p for p in plain.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1, decoupled_weight_decay=True
+    )
     torch_adamw = torch.optim.AdamW([p for p in plain_model(case, dtype).float().parameters() if p.requires_grad])
     torch_adamw.param_groups[0].update(lr=0.01, weight_decay=0.1)
     for step in range(4):
@@ -287,7 +289,7 @@ def check_steps_without_masters(case: Case) -> None:
     model[0].weight.data = 1 + 0.2 * torch.rand(256, 128)
     model[0].weight.data[::128, 0] = 1.5  # keeps scales where they are
     quantize_model_(model, recipe_of(case))
-    optimizer = FusedAdam(model.parameters(), lr=1e-3, betas=(0.0, 0.0), eps=1e-12, master_weights=False)
+    optimizer = FusedAdam(model.parameters(), lr=1e-3, betas=(0.0, 0.0), eps=1e-12, master_bits=0)
     start = model[0].weight.values()
     for _ in range(64):
         model[0].weight.grad = torch.ones(256, 128)

@@ -154,7 +154,7 @@ class Adam:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    adam_w_mode: bool = True
+    decoupled_weight_decay: bool = True
     bias_correction: bool = True
 
     def __post_init__(self) -> None:
@@ -166,7 +166,7 @@ class Adam:
     def step(self, grad: Array) -> None:
         grad = grad.astype(np.float64)
         self.steps += 1
-        if self.adam_w_mode:
+        if self.decoupled_weight_decay:
             self.param = self.param * (1 - self.lr * self.weight_decay)
         else:
             grad = grad + self.weight_decay * self.param

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cases import FORMATS, MASTER, Format, Master, values
 from distributed import same_bits
-from fused_optim import FusedAdamW
+from peers import FusedAdamW
 
 
 class Layers(nn.Module):

@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor, Shard
 import cases
 import distributed
 from distributed import same_bits, shard_like
-from fused_optim import FusedAdamW, enable_gradient_release
+from fused_optim import enable_gradient_release
 from fused_optim.state import host_states
+from peers import FusedAdamW
 
 SHAPES = [(6, 128), (7,), (4, 64), (3, 40)]  # of the first two groups, two each
 LATE = [(5, 128), (9,), (2, 96)]  # of groups that are added

@@ -68,7 +68,7 @@ def build(*, fresh: bool = False) -> tuple[nn.Module, FusedAdam]:
     if torch.distributed.is_initialized():
         fully_shard(model, mesh=distributed.mesh())
     lr, betas = (0.5, (0.9, 0.999)) if fresh else (LR, BETAS)
-    formats = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8, "store_param_remainders": True}
+    formats = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
     return model, FusedAdam(model.parameters(), lr=lr, betas=betas, eps=1e-16, **formats)
 
 

@@ -24,15 +24,7 @@ import distributed
 from checkpoint_cases import WAYS
 from distributed import Part, assert_same, join_all
 from foreign_cases import SETTINGS, build, groups_of, train
-from fused_optim import (
-    FusedAdam,
-    FusedAdamW,
-    FusedLion,
-    FusedMuon,
-    load_optimizer_checkpoint,
-    save_master_safetensors,
-    verify_checksums,
-)
+from fused_optim import load_optimizer_checkpoint, save_master_safetensors, verify_checksums
 from fused_optim.__main__ import main
 from fused_optim.checkpoint import Checkpointer
 from fused_optim.checkpoint.reading.opening import open_checked
@@ -40,6 +32,7 @@ from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 from fused_optim.tools.conversion import convert_checkpoint
 from native_cases import NativeRun
 from pairwise import pairwise
+from peers import FusedAdam, FusedAdamW, FusedLion, FusedMuon
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.save in one process
 # Masters of `checkpoint_cases`, as the command line calls them.
@@ -118,7 +111,9 @@ def test_between_our_forms(way: str, master: str, tmp_path: Path) -> None:
 def trained(**options: Any) -> tuple[nn.Module, FusedAdam]:
     model = build(torch.float32)
     optimizer = FusedAdam(
-        groups_of(model), **{"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8", **SETTINGS, **options}
+        groups_of(model),
+        **{"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8", **SETTINGS, **options},
+        decoupled_weight_decay=True,
     )
     train(model, optimizer, 0, 3)
     return model, optimizer
@@ -159,7 +154,13 @@ def test_to_torch_and_back(tmp_path: Path) -> None:
     convert_checkpoint(tmp_path / "adamw", tmp_path / "back", "native", exp_avg_dtype="int8", exp_avg_sq_dtype="int8")
     optimizer.checkpoint_format = "native"
     again, fresh = build(torch.float32, seed=5), optimizer.state_dict()
-    resumed = FusedAdam(groups_of(again), exp_avg_dtype="int8", exp_avg_sq_dtype="int8", checkpoint_format="native")
+    resumed = FusedAdam(
+        groups_of(again),
+        exp_avg_dtype="int8",
+        exp_avg_sq_dtype="int8",
+        checkpoint_format="native",
+        decoupled_weight_decay=True,
+    )
     report = load_optimizer_checkpoint(again, resumed, tmp_path / "back")
     assert (report.source, report.steps) == ("fused_optim", (3, 3))
     for i, states in resumed.state_dict()["state"].items():
@@ -172,7 +173,7 @@ def test_safetensors_load_into_an_optimizer(tmp_path: Path) -> None:
     save(tmp_path / "native", model, optimizer)
     convert_checkpoint(tmp_path / "native", tmp_path / "safetensors", "safetensors")
     again = build(torch.float32, seed=5)
-    resumed = FusedAdam(groups_of(again), exp_avg_dtype="int8", exp_avg_sq_dtype="int8")
+    resumed = FusedAdam(groups_of(again), exp_avg_dtype="int8", exp_avg_sq_dtype="int8", decoupled_weight_decay=True)
     report = load_optimizer_checkpoint(again, resumed, tmp_path / "safetensors")
     assert (report.source, report.parameters, report.steps) == ("fused_optim", 6, (3, 3))
     assert [group["lr"] for group in resumed.param_groups] == [0.02, 0.02]
@@ -191,7 +192,7 @@ def test_the_masters_alone(tmp_path: Path) -> None:
     """The same files, by content, as ``save_master_safetensors`` writes of the optimizer."""
     model = build(torch.bfloat16)
     optimizer = FusedAdam(
-        groups_of(model), store_param_remainders=True, checkpoint_format="native", exp_avg_dtype="int8"
+        groups_of(model), checkpoint_format="native", exp_avg_dtype="int8", decoupled_weight_decay=True
     )
     train(model, optimizer, 0, 2)
     save(tmp_path / "native", model, optimizer)
@@ -214,7 +215,7 @@ def test_files_of_torch_and_what_is_beside(tmp_path: Path) -> None:
     """Other entries go along, as they are; quantized weights, too."""
     model = nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 64)).bfloat16()
     quantize_model_(model, MXFP8BlockScaling(), lambda _, name: name == "0")
-    optimizer = FusedAdam(model.parameters(), exp_avg_dtype="int8", store_param_remainders=True)
+    optimizer = FusedAdam(model.parameters(), exp_avg_dtype="int8")
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
@@ -248,7 +249,7 @@ def test_the_parameter_is_the_one_that_remainders_complete(tmp_path: Path) -> No
     save(tmp_path / "float32", model, optimizer)
     convert_checkpoint(tmp_path / "float32", tmp_path / "native", "native", master="remainder16")
     other = nn.Sequential(nn.Linear(128, 32, bias=False)).bfloat16()
-    resumed = FusedAdam(other.parameters(), store_param_remainders=True)
+    resumed = FusedAdam(other.parameters())
     dcp.load({"model": other.state_dict()}, checkpoint_id=tmp_path / "native")
     load_optimizer_checkpoint(other, resumed, tmp_path / "native")
     assert float(other[0].weight.detach()[0, 0]) == 1.0 + 2.0**-7
@@ -292,7 +293,7 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
 def test_remainders_need_their_parameters(tmp_path: Path) -> None:
     model = build(torch.bfloat16)
     optimizer = FusedAdam(
-        groups_of(model), store_param_remainders=True, checkpoint_format="native", exp_avg_dtype="int8"
+        groups_of(model), checkpoint_format="native", exp_avg_dtype="int8", decoupled_weight_decay=True
     )
     train(model, optimizer, 0, 1)
     dcp.save({"optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path / "states")
@@ -355,11 +356,13 @@ def test_the_groups_step_counts_and_a_parameters_own_where_there_is_none(has_gro
         states["step"] = torch.tensor(7.0)
     torch.save(state, tmp_path / "both.pt")
     expected = 5 if has_group_step else 7
-    fresh = FusedAdam(groups_of(again := build(torch.float32, seed=5)))
+    fresh = FusedAdam(groups_of(again := build(torch.float32, seed=5)), decoupled_weight_decay=True)
     assert load_optimizer_checkpoint(again, fresh, tmp_path / "both.pt").steps == (expected, expected)
     convert_checkpoint(tmp_path / "both.pt", tmp_path / "converted", "unscaled")
-    report = load_optimizer_checkpoint(again, FusedAdam(groups_of(again)), tmp_path / "converted")
+    report = load_optimizer_checkpoint(
+        again, FusedAdam(groups_of(again), decoupled_weight_decay=True), tmp_path / "converted"
+    )
     assert report.steps == (expected, expected)
-    loaded = FusedAdam(groups_of(again))
+    loaded = FusedAdam(groups_of(again), decoupled_weight_decay=True)
     loaded.load_state_dict(state)
     assert [group["step"] for group in loaded.param_groups] == [expected, expected]

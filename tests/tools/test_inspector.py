@@ -108,7 +108,7 @@ def check_formats(report: dict[str, Any], form: str) -> None:
 
 def save(path: Path, seed: int = 0, **options: Any) -> tuple[nn.Module, FusedAdam]:
     model = build(torch.bfloat16, seed)
-    optimizer = FusedAdam(groups_of(model), **{**INT8, **SETTINGS, **options})
+    optimizer = FusedAdam(groups_of(model), **{**INT8, **SETTINGS, **options}, decoupled_weight_decay=True)
     train(model, optimizer, 0, 2)
     state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=path)
@@ -118,7 +118,7 @@ def save(path: Path, seed: int = 0, **options: Any) -> tuple[nn.Module, FusedAda
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("saved") / "checkpoint"
-    save(path, checkpoint_format="native", store_param_remainders=True)
+    save(path, checkpoint_format="native")
     return path
 
 
@@ -175,7 +175,7 @@ def test_numbered_parameters_have_the_names_that_the_param_groups_know(tmp_path:
     for named in (True, False):
         model = build(torch.bfloat16)
         params = list(model.named_parameters()) if named else list(model.parameters())
-        optimizer = FusedAdam(params, checkpoint_format="native", store_param_remainders=True, **INT8)
+        optimizer = FusedAdam(params, checkpoint_format="native", **INT8)
         train(model, optimizer, 0, 1)
         path = tmp_path / str(named)
         dcp.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=path)
@@ -432,7 +432,7 @@ def test_files_that_pretend_are_refused(tmp_path: Path) -> None:
 
 
 def test_differences_are_named(tmp_path: Path) -> None:
-    model, optimizer = save(tmp_path / "first", checkpoint_format="native", store_param_remainders=True)
+    model, optimizer = save(tmp_path / "first", checkpoint_format="native")
     with torch.no_grad():
         optimizer.state[model.first.odd]["exp_avg"][0, 0] += 2.0
         optimizer.state[model.first.odd]["exp_avg"][0, 1] = torch.nan
@@ -476,7 +476,7 @@ def test_long_work_has_a_bar(monkeypatch: pytest.MonkeyPatch, saved: Path, capsy
 
 
 def test_the_model_may_be_elsewhere(tmp_path: Path, saved: Path) -> None:
-    model, optimizer = save(tmp_path / "both", checkpoint_format="native", store_param_remainders=True)
+    model, optimizer = save(tmp_path / "both", checkpoint_format="native")
     states, weights = (copy.copy(part) for part in reversed(get_state_dict(model, optimizer)))
     dcp.save({"optim": states}, checkpoint_id=tmp_path / "optimizer")
     dcp.save({"model": weights}, checkpoint_id=tmp_path / "model")

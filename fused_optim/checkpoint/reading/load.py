@@ -427,8 +427,8 @@ class Loader:
         if all(param.dtype == torch.float32 for param in self.params):
             return "no masters needed"
         if not any(MASTER in states for states in self._found.values()):
-            return "masters seeded from parameters" if self.optimizer.master_weights else "no masters"
-        return "masters loaded" if self.optimizer.master_weights else "parameters written from masters"
+            return "masters seeded from parameters" if self.optimizer.settings.master_weights else "no masters"
+        return "masters loaded" if self.optimizer.settings.master_weights else "parameters written from masters"
 
 
 def _keys(states: _Components) -> Iterator[str]:
