@@ -152,7 +152,7 @@ def muons_groups(named: Named, lr: float, betas: tuple[float, float], weight_dec
 
 def fused_muon(named: Named, *, momentum: torch.dtype, **common: Any) -> FusedMuon:
     groups = muons_groups(named, **common)
-    return FusedMuon([groups[0], {**groups[1], "algorithm": "adamw"}], momentum_dtype=momentum, **SEPARATE)
+    return FusedMuon([groups[0], {**groups[1], "algorithm": "adamw"}], momentum_dtype=momentum)
 
 
 class TorchMuon:

@@ -31,7 +31,8 @@ MASTERS: list[tuple[torch.dtype, dict[str, Any]]] = [
 def build(dtype: torch.dtype, **options: Any) -> FusedAdam:
     placed = [shard(normal(shape, i).to(dtype), distributed.mesh(), [Shard(0)]) for i, shape in enumerate(SHAPES)]
     return FusedAdam(
-        [nn.Parameter(param) for param in placed], weight_decay=0.1, **INT8, **options, decoupled_weight_decay=True
+        [nn.Parameter(param) for param in placed],
+        **{"weight_decay": 0.1, "decoupled_weight_decay": True, **INT8, **options},
     )
 
 
