@@ -81,8 +81,6 @@ _ALWAYS = (
     "torch.distributed.tensor._dtensor_spec.TensorMeta",
     "torch.distributed.tensor._utils._compute_local_shape_and_global_offset",
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
-    "torch._C._clear_DTensor_sharding_propagator_cache",
-    "torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear",
     "torch.distributed.tensor.Shard._split_tensor",
     "torch.distributed.tensor.placement_types._StridedShard",
     "torch.distributed.tensor.placement_types._StridedShard._split_tensor",

@@ -344,15 +344,6 @@ def placed_parts_of(
     return parts
 
 
-def forget_meshes() -> None:
-    """Let go of the meshes of a process group that has ended, also in what torch keeps for operations on DTensors."""
-    _spec.cache_clear()
-    _placed_part_of.cache_clear()
-    # torch's own function for this is beside its visualizer, which needs numpy.
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-    torch._C._clear_DTensor_sharding_propagator_cache()
-
-
 def shard_ranges(
     shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement], dim: int
 ) -> tuple[tuple[int, int], ...]:

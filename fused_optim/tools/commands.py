@@ -18,7 +18,7 @@ Commands = Any  # of argparse, which gives its type no name
 
 def add_commands(commands: Commands) -> None:
     """Each parser has ``run``, which returns the exit status and raises OSError, ValueError or ImportError."""
-    for add in (_add_info, _add_checksums, _add_inspect, _add_convert, _add_plan, _add_doctor):
+    for add in (_add_info, _add_checksums, _add_inspect, _add_convert, _add_plan):
         add(commands)
 
 
@@ -143,17 +143,3 @@ def _plan(args: Arguments) -> int:
     names = ("world_size", "param_dtype", "state_dtype", "master_bits", "algorithm")
     _show(plan(shapes, **{name: getattr(args, name) for name in names}), args.json)
     return 0
-
-
-# --- what is gone -----------------------------------------------------------------------------------------------------
-
-
-def _add_doctor(commands: Commands) -> None:
-    parser = _add(commands, "doctor", _doctor, "gone: print(optimizer.summary()) and the command info say what it said")
-    parser.add_argument("anything", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-
-
-def _doctor(_: Arguments) -> int:
-    raise ValueError(
-        "doctor is gone: print(optimizer.summary()) names what falls back, and the command info what is missing"
-    )

@@ -8,11 +8,14 @@ import torch
 
 import fused_optim
 from fused_optim.backends import build_info, forced_backend, load_engine, why_reference
+from fused_optim.torch_versions import RELEASES
 
 
 def info() -> str:
     """Which backends exist here, and why one does not."""
     lines = [f"fused_optim {fused_optim.__version__}, torch {torch.__version__}"]
+    if ".".join(torch.__version__.split(".")[:2]) not in RELEASES:
+        lines[0] += f", which was not tried: known are {RELEASES[0]} to {RELEASES[-1]}"
     lines.append(f"Python {platform.python_version()}, {platform.platform()}")
     lines.append("torch  available: the reference, and the fallback on any device")
     for name in ("cpu", "cuda"):

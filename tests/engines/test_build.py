@@ -52,6 +52,12 @@ def test_info() -> None:
         assert any(line.startswith(name) and ("not available" in line) != available for line in lines)
 
 
+def test_info_names_a_torch_that_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    for release, said in {"2.10.1": ", which was not tried: known are 2.11 to 2.15", "2.15.0+cpu": ""}.items():
+        monkeypatch.setattr(torch, "__version__", release)
+        assert info().splitlines()[0] == f"fused_optim {fused_optim.__version__}, torch {release}{said}"
+
+
 @pytest.mark.parametrize("name", COMPILED)
 def test_built_engines_import(name: str) -> None:
     built = build_info().get(name, {})
