@@ -347,8 +347,8 @@ struct SignedCodec<Format::kInt8> {
         return block_scale(absmax, kSmallestSigned, divide(top, 127.0f), reciprocal(top) * kTopNudge);
     }
     // 768 is a multiple of 256, and its last place 2^-14. Fractions of negative numbers are counted from above, so that
-    // it is the magnitude that rotates. Below code 1 it is the value that rotates, not its root: what has all but faded
-    // would else be drawn up to code 1 so often that it never fades.
+    // it is the magnitude that rotates. Below code 1 it is the value that rotates, not its root: a value that has all
+    // but faded would else be drawn up to code 1 so often that it never fades.
     static constexpr int kPlace = 14;
     FUSED_OPTIM_HD static uint32_t placed(float x, float, float inverse, uint32_t u) {
         uint32_t fraction = u ^ static_cast<uint32_t>(static_cast<int32_t>(float_bits(x)) >> 31);

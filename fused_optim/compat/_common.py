@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
 from fused_optim.adam import FusedAdam
 from fused_optim.decorators import between_steps
 from fused_optim.optimizer import ShardedOptimizer
-from fused_optim.options.reading import PEERS_WORDS, AllOptions
+from fused_optim.options.reading import PEERS_WORDS
 from fused_optim.options.settings import Setting
 from fused_optim.sharding.dtensor import local_tensor
 
@@ -51,20 +50,10 @@ class PeersSettings(ShardedOptimizer):
 class PeersAdam(PeersSettings, FusedAdam):
     """:class:`fused_optim.FusedAdam` with the words that its peers have for its options."""
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: Sequence[float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        adam_w_mode: bool = True,
-        **options: Unpack[AllOptions],
-    ) -> None:
+    def __init__(self, *arguments: Any, adam_w_mode: bool = True, **options: Any) -> None:
         if options.get("decoupled_weight_decay") is None:
             options["decoupled_weight_decay"] = adam_w_mode
-        super().__init__(params, lr, betas, eps, weight_decay, **options)
+        super().__init__(*arguments, **options)
 
     @property
     def adam_w_mode(self) -> bool:

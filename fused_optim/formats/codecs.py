@@ -184,8 +184,8 @@ class Int8Codec:
     def encode_signed(cls, m: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
         """Fractions of negative numbers are counted from above, so that it is the magnitude that rotates.
 
-        Below code 1 it is the value that rotates, not its root: what has all but faded would else be drawn up to code 1
-        so often that it never fades.
+        Below code 1 it is the value that rotates, not its root: a value that has all but faded would else be drawn
+        up to code 1 so often that it never fades.
         """
         fraction = torch.where(m.signbit(), MASK32 - u, u) >> 18
         root = cls._root(m.abs(), inverse)

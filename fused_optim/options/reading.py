@@ -98,10 +98,6 @@ class PeersOptions(TypedDict, total=False):
 PEERS_WORDS = tuple(PeersOptions.__annotations__)
 
 
-class AllOptions(Options, PeersOptions, total=False):
-    """Of every drop-in class, as its own argument or as a further one."""
-
-
 class OptionsBesideTransformerEngine(CommonOptions, total=False):
     """Of drop-in classes, and not of TransformerEngine's FusedAdam."""
 

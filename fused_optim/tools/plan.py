@@ -137,8 +137,8 @@ def _row(optimizer: ShardedOptimizer, state_dtype: str, master_bits: int) -> dic
         for param in group["params"]:
             sizes = optimizer.store.new_layout(param, group).nbytes
             masters = sizes.get(MASTER, 0)
-            held.update(parameters=param.nbytes, gradients=param.nbytes, masters=masters)
-            held.update(states=sum(sizes.values()) - masters)
+            states = sum(sizes.values()) - masters
+            held.update(parameters=param.nbytes, gradients=param.nbytes, masters=masters, states=states)
             elements += param.numel()
     name = f"{state_dtype}, {master_bits}-bit masters" if master_bits else f"{state_dtype}, no masters"
     return _counted(name, held, elements) | {"state_dtype": state_dtype, "master_bits": master_bits}
