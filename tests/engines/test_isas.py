@@ -17,7 +17,7 @@ INFO = ROOT / "fused_optim" / "_build_info.json"
 STEPS = """
 import hashlib, torch
 from cases import FORMATS, MASTERS, values
-from fused_optim import FusedAdam
+from peers import FusedAdam
 
 digest = hashlib.sha256()
 for master in MASTERS[::2]:
