@@ -53,8 +53,6 @@ OWN_KERNELS = {
     "kMuon": ("kFloat32", "kFloat8", "kInt8"),
     "kDescent": ("kFloat32",),
 }
-# The same of kernels that mark which bits they change.
-TRACKED_KERNELS = {"kAdam": OWN_KERNELS["kAdam"], "kLion": ()}
 # Rules with kernels for diagnostics, as in diagnosis.h.
 DIAGNOSED_RULES = ("kAdam", "kLion")
 
@@ -109,7 +107,6 @@ def plan_cuda(cxx: str) -> Engine:
     archs = cuda_archs(nvcc)
     include, library = cuda_folders(nvcc, cxx)
     compile_kernels = [nvcc, f"-ccbin={cxx}", *NVCC_FLAGS, *codes_of(archs)]
-    compile_tracked = [*compile_kernels, "-DFUSED_OPTIM_TRACKED"]
     one, any_of_them = SOURCES / "cuda/one_combination.cu", SOURCES / "cuda/any_combination.cu"
     objects = {
         f"bindings.{TAG}": bindings("cuda", cxx, f"-isystem{include}"),
@@ -119,12 +116,6 @@ def plan_cuda(cxx: str) -> Engine:
             for own in formats
         },
         **{f"kernel_any_{rule}": (any_of_them, of_rule(compile_kernels, rule)) for rule in OWN_KERNELS},
-        **{
-            f"tracked_{rule}_{own}": (one, [*of_rule(compile_tracked, rule), f"-DFUSED_OPTIM_FORMAT={own}"])
-            for rule, formats in TRACKED_KERNELS.items()
-            for own in formats
-        },
-        **{f"tracked_any_{rule}": (any_of_them, of_rule(compile_tracked, rule)) for rule in TRACKED_KERNELS},
         "apply": (SOURCES / "cuda/apply.cu", compile_kernels),
         "norm": (SOURCES / "cuda/norm.cu", compile_kernels),
         **{

@@ -1,6 +1,6 @@
-"""What tracked changes cost, and what is sent: steps, takes, and files of two streams of real gradients.
+"""What it costs to take changes, and what is sent: takes, and files of two streams of real gradients.
 
-``python benchmarks/changes.py --output FILE [--only steps streams]`` on one GPU.
+``python benchmarks/changes.py --output FILE [--only takes streams]`` on one GPU.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from byte_gpt import ByteGPT, load_corpus, training_batch
 from fused_optim import FusedAdam, FusedAdamW
 from fused_optim.compat import transformer_engine
 from fused_optim.quantized import Float8BlockScaling, Float8DelayedScaling, MXFP8BlockScaling, quantize_model_
-from fused_optim.state.changes import parts_of
+from fused_optim.state.snapshot import parts_of
 from fused_optim.wire import write_changes
 from step import copy_bandwidth, llama_shapes, machine, timed
 
-ROUNDS, STEPS = 2, 10
 TAKES = 9
 SLOWEST = 4  # kernels of a take that are named
 
@@ -76,33 +75,22 @@ def build(case: str, device: torch.device) -> tuple[Weights, FusedAdam]:
     return model, optimizer
 
 
-def steps_and_takes(device: torch.device) -> list[dict[str, Any]]:
+def takes(device: torch.device) -> list[dict[str, Any]]:
     rows = []
     for case in CASES:
         model, optimizer = build(case, device)
-        numel = sum(param.numel() for param in model.parameters())
-        row: dict[str, Any] = {"case": case, "parameters": numel, "rates": {}}
-        for lr in (1e-6, 3e-4):
-            optimizer.param_groups[0]["lr"] = lr
-            times: dict[str, list[float]] = {"untracked": [], "tracked": []}
-            host: dict[str, list[float]] = {"untracked": [], "tracked": []}
-            for _ in range(ROUNDS):
-                for name in times:
-                    optimizer.track_changes(name == "tracked")
-                    for _ in range(2):
-                        optimizer.step()
-                    on_device, on_host = timed(optimizer.step, device, STEPS)
-                    times[name] += on_device
-                    host[name] += on_host
-            row["rates"][str(lr)] = found = {f"{name}_ms": statistics.median(each) for name, each in times.items()}
-            found |= {f"{name}_host_ms": statistics.median(each) for name, each in host.items()}
-            found["ratio"] = found["tracked_ms"] / found["untracked_ms"]
-            found |= take(model, optimizer, device)
-            print(case, lr, found, file=sys.stderr, flush=True)
+        row: dict[str, Any] = {"case": case, "parameters": sum(param.numel() for param in model.parameters())}
         row["copy_ms"] = copy_of_weights(model, device)
-        row["bits_bytes"] = sum(
-            bits.nbytes for p in model.parameters() for bits in optimizer.store.changes[p].bits.values()
-        )
+        for where in ("device", "host"):
+            optimizer.step()  # which makes states
+            before = torch.cuda.memory_allocated(device)
+            optimizer.track_changes(where=where)
+            row[where] = {"bytes_on_device": torch.cuda.memory_allocated(device) - before}
+            for lr in (1e-6, 3e-4):
+                optimizer.param_groups[0]["lr"] = lr
+                row[where][str(lr)] = found = take(model, optimizer, device)
+                print(case, where, lr, found, file=sys.stderr, flush=True)
+            optimizer.track_changes(False)
         rows.append(row)
         del model, optimizer
         gc.collect()
@@ -111,14 +99,12 @@ def steps_and_takes(device: torch.device) -> list[dict[str, Any]]:
 
 
 def take(model: Weights, optimizer: FusedAdam, device: torch.device) -> dict[str, Any]:
-    """Milliseconds until the changes of one step are there, and how many those are; of one take those of the device.
-
-    ``first_step_ms``: of steps that follow a take.
-    """
-    times, on_host, first_steps, changed = [], [], [], 0
+    """Milliseconds until the changes of one step are there, and how many those are; of one take those of the device."""
+    times, on_host, changed = [], [], 0
     for _ in range(TAKES):
         optimizer.take_changes(model)
-        first_steps.append(step_on_device(optimizer, device))
+        optimizer.step()
+        torch.cuda.synchronize(device)
         start = time.perf_counter()
         taken = optimizer.take_changes(model)
         on_host.append(1e3 * (time.perf_counter() - start))
@@ -137,7 +123,6 @@ def take(model: Weights, optimizer: FusedAdam, device: torch.device) -> dict[str
             launched.setdefault(event.name, []).append(event.device_time_total / 1e3)
     slowest = sorted(launched.items(), key=lambda item: -sum(item[1]))[:SLOWEST]
     return {
-        "first_step_ms": statistics.median(first_steps),
         "take_ms": statistics.median(times),
         "take_returns_ms": statistics.median(on_host),
         "take_device_ms": sum(map(sum, launched.values())),
@@ -145,17 +130,6 @@ def take(model: Weights, optimizer: FusedAdam, device: torch.device) -> dict[str
         "take_slowest": {name[:100]: [len(each), sum(each)] for name, each in slowest},
         "changed": changed,
     }
-
-
-def step_on_device(optimizer: FusedAdam, device: torch.device) -> float:
-    """Milliseconds of one step, which begins once all of it is launched."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(10_000_000)
-    start.record()
-    optimizer.step()
-    end.record()
-    torch.cuda.synchronize(device)
-    return start.elapsed_time(end)
 
 
 def copy_of_weights(model: Weights, device: torch.device) -> float:
@@ -234,7 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--commit", default="")
-    parser.add_argument("--only", nargs="+", choices=("copy_bandwidth", "steps", "streams"))
+    parser.add_argument("--only", nargs="+", choices=("copy_bandwidth", "takes", "streams"))
     parser.add_argument("--cases", nargs="+", help="those of CASES whose names begin so")
     parser.add_argument("--device", default="cuda:0", help="of the streams, which say the same on a CPU")
     arguments = parser.parse_args()
@@ -244,7 +218,7 @@ def main() -> None:
             del CASES[case]
     parts: dict[str, Callable[[], Any]] = {
         "copy_bandwidth": lambda: copy_bandwidth(device),
-        "steps": lambda: steps_and_takes(device),
+        "takes": lambda: takes(device),
         "streams": lambda: [stream("BF16", device), stream("FP8 blocks of 128 x 128", device, Float8BlockScaling())],
     }
     result: dict[str, Any] = {"machine": machine(device, arguments.commit)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -75,8 +75,7 @@ class Update:
 
     ``fractions``: None to round to nearest; else the parameter has no master, which is so on all ranks. ``absmax``: the
     largest finite magnitude of the values, shape ``(1,)``, where the update pass has measured it. ``written``: the pass
-    has written the codes, too. ``changes``: bits by part, to be set where a write changes what :meth:`Adapter.marks`
-    names.
+    has written the codes, too.
     """
 
     param: Tensor
@@ -84,7 +83,6 @@ class Update:
     fractions: Fractions | None = None
     absmax: Tensor | None = None
     written: bool = False
-    changes: Mapping[str, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -152,9 +150,6 @@ class Adapter(Protocol):
 
     def place(self, param: Tensor, part: str) -> Place:
         """Where one of :meth:`parts` lies."""
-
-    def marks(self, param: Tensor) -> Collection[str]:
-        """Those of :meth:`parts` whose changes :meth:`prepare` and :meth:`write` mark, unless the pass writes them."""
 
     def needs_collective(self, param: Tensor) -> bool:
         """Whether new values need a reduction over ranks. All ranks answer alike."""

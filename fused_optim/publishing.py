@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import pairwise
 
@@ -12,12 +11,13 @@ from torch.optim.optimizer import Optimizer
 
 from fused_optim.adapters import Place
 from fused_optim.backends import is_capturing
+from fused_optim.backends.changed_bits import MarkedTensor, collect
 from fused_optim.decorators import between_graphs, between_steps, ungraded
-from fused_optim.memory.layout import MASTER
 from fused_optim.sharding.collective import gather as collective_gather
 from fused_optim.sharding.collective import on_all_ranks
-from fused_optim.state.changes import ChangeTracker
-from fused_optim.state.published import Published
+from fused_optim.sharding.dtensor import dense
+from fused_optim.state.published import Part, published
+from fused_optim.state.snapshot import Snapshot, Where
 from fused_optim.state.store import StateStore
 from fused_optim.step.run import Stepper
 from fused_optim.wire.form import Changes, PackedChanges
@@ -31,34 +31,34 @@ class Publisher(Optimizer):
 
     @between_graphs
     @between_steps
-    def track_changes(self, enabled: bool = True) -> None:
-        """From now on, know which elements of the parameters change: one bit for each. Nothing has changed so far.
+    def track_changes(self, enabled: bool = True, where: Where = "device") -> None:
+        """From now on, know which elements of the parameters change. Nothing has changed so far.
 
-        Steps mark the elements whose stored bits they change, of quantized weights codes and scales. What others write
-        into a parameter is noticed as by ``step()`` (version counters and addresses), and marks all of it; writes
-        through ``.data`` are not noticed: :meth:`mark_changed` says so. Called again, it starts anew. The bits are in
-        no state dict, copy or pickle.
+        Keeps a copy of what this rank holds of them: 2 bytes for a BF16 element, 1 for a code, and a bit. The copy lies
+        on the parameters' device, or with ``where="host"`` in page-locked memory, to which and from which every take
+        moves all of it. Steps cost nothing. Called again, it starts from what is there then. Copies are in no state
+        dict and no pickle.
 
-        Raises TypeError for weights that another package has quantized.
+        Raises TypeError for weights that another package has quantized, ValueError for another ``where``.
         """
-        self.stepper.leave_plan()
-        self.store.published = None
-        if not enabled:
-            self.store.changes = None
-            return
-        tracker = self.store.changes or ChangeTracker()
-        tracker.start(self.store.params)
-        self.store.changes = tracker
+        self.store.snapshot = Snapshot(self.store.params, where) if enabled else None
 
     @between_graphs
     @between_steps
     def mark_changed(self, param: Tensor | None = None) -> None:
-        """All elements of ``param``, or of all parameters, count as changed: after writes that nothing notices."""
-        tracker = self._tracker()
+        """All elements of ``param``, or of all parameters, count as changed: the next take has them all."""
+        snapshot = self._snapshot()
         if param is not None:
             self.store.describe(param)
         for each in self.store.params if param is None else [param]:
-            tracker[each].set_all()
+            snapshot.mark(each)
+
+    def _snapshot(self) -> Snapshot:
+        if self.store.snapshot is None:
+            raise RuntimeError("changes are not tracked: call track_changes() first")
+        if is_capturing():
+            raise RuntimeError("CUDA graph capture: changes are taken between replays, not in a graph")
+        return self.store.snapshot
 
     @between_graphs
     @ungraded
@@ -78,51 +78,38 @@ class Publisher(Optimizer):
         Raises RuntimeError without :meth:`track_changes`, KeyError and TypeError as :meth:`master_state_dict` does;
         with ``gather`` on every rank where one of them raises.
         """
-        changes = self._look_at_changes("take_changes()", model, gather)
-        assert self.store.published is not None
-        in_model = self.store.published.in_model(self.store.params)
-        if in_model is not None:
-            self._tracker().clear_of(in_model)
-        else:
-            self._tracker().clear(at_once=self.store.settings.capturable or self.stepper.is_captured)
-        return changes
+        return self._changes("take_changes()", model, gather, taken=True)
 
     @between_graphs
     @ungraded
     def peek_changes(self, model: nn.Module, gather: bool = False) -> dict[str, Changes]:
         """:meth:`take_changes`, which still count as changed afterwards."""
-        return self._look_at_changes("peek_changes()", model, gather)
+        return self._changes("peek_changes()", model, gather, taken=False)
 
-    def _look_at_changes(self, asked: str, model: nn.Module, gather: bool) -> dict[str, Changes]:
+    def _changes(self, asked: str, model: nn.Module, gather: bool, taken: bool) -> dict[str, Changes]:
         with on_all_ranks("gathering changes") if gather else nullcontext():
             self.stepper.check_idle(asked)
-            own = dict(self._own_changes(model))
-            packed = PackedChanges.of(own) if gather else None
-        if packed is None:
-            return own
-        return _joined([each.unpacked() for each in collective_gather(packed)])
+            snapshot = self._snapshot()
+            parts = published(model, self.store.params)
+            self.store.offloading.synchronize()
+            values = [dense(part.local.detach()) for part in parts]
+            bits = snapshot.update([(part.param, part.part, own) for part, own in zip(parts, values, strict=True)])
+            firsts = [part.first or 0 for part in parts]
+            pairs = collect([MarkedTensor(*each) for each in zip(bits, values, firsts, strict=True)])
+            found = {p.name: _of_part(p, *pair) for p, pair in zip(parts, pairs, strict=True) if pair[0].numel()}
+            packed = PackedChanges.of(found) if gather else None
+        if packed is not None:
+            found = _joined([each.unpacked() for each in collective_gather(packed)])
+        if taken:  # last: where something above raises, they still count
+            for own in bits:
+                own.zero_()
+        return found
 
-    def _tracker(self) -> ChangeTracker:
-        if self.store.changes is None:
-            raise RuntimeError("changes are not tracked: call track_changes() first")
-        if is_capturing():
-            raise RuntimeError("CUDA graph capture: changes are taken between replays, not in a graph")
-        return self.store.changes
 
-    def _own_changes(self, model: nn.Module) -> Iterator[tuple[str, Changes]]:
-        params, state = self.store.params, self.store.state
-        tracker = self._tracker()
-        published = self.store.published
-        if published is None or not published.is_of(model, params):
-            self.store.published = published = Published(model, params)
-        self.store.offloading.synchronize()
-        tracker.notice({param: state.get(param, {}).get(MASTER) for param in params})
-        sources = published.sources(params, tracker)
-        tracker.wipe()
-        for (name, at), (indices, values) in zip(sources.named, sources.collect(), strict=True):
-            if indices.numel():
-                indices = indices if at.first is not None else _in_whole(indices, tuple(at.local), at.place)
-                yield name, Changes(indices, values, at.place.shape)
+def _of_part(part: Part, indices: Tensor, values: Tensor) -> Changes:
+    if part.first is None:
+        indices = _in_whole(indices, tuple(part.local.shape), part.place)
+    return Changes(indices, values, part.place.shape)
 
 
 def _in_whole(indices: Tensor, shape: tuple[int, ...], place: Place) -> Tensor:

@@ -1,4 +1,4 @@
-// What an engine offers to compare copies of tensors with what they are.
+// Tensors that are compared with copies of them.
 #pragma once
 
 #include <cstdint>
@@ -6,10 +6,10 @@
 
 namespace fused_optim {
 
-// `bits`: one for each element, which is set where `before` and `after` differ in theirs; whole words of 32.
+// `bits`: one for each element, whole words of 32. It is set where the copy has others than the values, which it takes.
 struct Comparison {
-    uint64_t before;
-    uint64_t after;
+    uint64_t copy;
+    uint64_t values;
     uint64_t bits;
     uint64_t numel;
     uint32_t bytes;  // of an element: 1, 2 or 4

@@ -90,14 +90,13 @@ FUSED_OPTIM_FORMATS(FUSED_OPTIM_CHECK)
 FUSED_OPTIM_HD constexpr Format codec_format(Format format) { return is_scaled(format) ? format : Format::kFloat32; }
 
 // What a kernel of one combination knows at compile time: the update rule, and the format of all states.
-// `has_weights_`: parameters may be quantized. `tracked_`: what changes of their bits is marked.
-template <Rule rule_, Master master_, Format format_, bool has_weights_ = false, bool tracked_ = false>
+// `has_weights_`: parameters may be quantized.
+template <Rule rule_, Master master_, Format format_, bool has_weights_ = false>
 struct Combination {
     static constexpr Rule rule = rule_;
     static constexpr Master master = master_;
     static constexpr Format format = format_;
     static constexpr bool has_weights = has_weights_;
-    static constexpr bool tracked = tracked_;
     static constexpr bool staged = is_scaled(format);  // what is read goes through a Ring
     static constexpr bool scaled = staged || is_scaled(master);
 
@@ -114,7 +113,6 @@ template <Master master_>
 struct MasterAlone {
     static constexpr Master master = master_;
     static constexpr bool has_weights = false;
-    static constexpr bool tracked = false;  // what they change is marked around them
 };
 
 // Calls visit(MasterAlone<master>{}).

@@ -13,8 +13,6 @@ struct Step {
     Rule rule;
     std::vector<Shard> shards;
     std::vector<Hyper> groups;
-    // Of the CUDA engine: words of bits of changed elements are stored, whatever was in them. Else bits are ORed.
-    bool overwrites = false;
 };
 
 // `threads`: upper bound for the number of CPU threads.

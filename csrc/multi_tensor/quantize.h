@@ -329,13 +329,6 @@ struct TensorScale {
     const float* absmax;
 };
 
-// Where changes of a weight are marked: addresses of a bit for each byte of its codes and for each scale of a block,
-// whole words of 32 bits. 0: nothing is marked.
-struct WeightMarks {
-    uint64_t codes;
-    uint64_t scales;
-};
-
 // Without a history to speak of the scale stays, unless it is that of zeros.
 FUSED_OPTIM_HD void scale_from_history(const TensorScale& t, const ScaleRule& rule) {
     float seen = t.history[0];
@@ -359,13 +352,6 @@ FUSED_OPTIM_HD void rescale(const TensorScale& t, const ScaleRule& rule) {
     if (rule.history && rule.stage == ScaleStage::kAfter) push_history(t, rule);
 }
 
-// `mark`: its lowest bit is set where the scale's bits change; null: nothing is marked.
-FUSED_OPTIM_HD void rescale_and_mark(const TensorScale& t, const ScaleRule& rule, uint8_t* mark) {
-    const uint32_t before = float_bits(*t.scale);
-    rescale(t, rule);
-    if (mark && float_bits(*t.scale) != before) *mark |= 1;
-}
-
 // ---------------------------------------------------------------------------------------------------------------
 // What an engine offers. Addresses lie in the memory of its device.
 
@@ -384,23 +370,17 @@ inline Weight flattened(const Weight& w, const WeightTraits& traits) {
     return flat;
 }
 
-// `marks`: one for each scale or weight; none where nothing is marked.
-
 // The largest finite magnitude of each, 0 of none, into absmax[i].
 void absmax_cpu(const std::vector<Values>& tensors, float* absmax, int threads);
-void rescale_cpu(const std::vector<TensorScale>& scales, const std::vector<uint8_t*>& marks, const ScaleRule& rule,
-                 int threads);
-void encode_cpu(const std::vector<Weight>& weights, const std::vector<WeightMarks>& marks, const WeightKind& kind,
-                int threads);
+void rescale_cpu(const std::vector<TensorScale>& scales, const ScaleRule& rule, int threads);
+void encode_cpu(const std::vector<Weight>& weights, const WeightKind& kind, int threads);
 void decode_cpu(const Weight& weight, WeightFormat format, Element type, int threads);
 
 // As above, enqueued on `stream` of `device`; nothing is read back. Throw std::runtime_error naming the kernel and the
 // CUDA error.
 void absmax_cuda(const std::vector<Values>& tensors, float* absmax, int device, uint64_t stream);
-void rescale_cuda(const std::vector<TensorScale>& scales, const std::vector<uint8_t*>& marks, const ScaleRule& rule,
-                  int device, uint64_t stream);
-void encode_cuda(const std::vector<Weight>& weights, const std::vector<WeightMarks>& marks, const WeightKind& kind,
-                 int device, uint64_t stream);
+void rescale_cuda(const std::vector<TensorScale>& scales, const ScaleRule& rule, int device, uint64_t stream);
+void encode_cuda(const std::vector<Weight>& weights, const WeightKind& kind, int device, uint64_t stream);
 void decode_cuda(const Weight& weight, WeightFormat format, Element type, int device, uint64_t stream);
 void load_quantize_kernels(int device);
 

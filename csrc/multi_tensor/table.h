@@ -123,10 +123,6 @@ struct Shard {
     bool quantized;
     bool round_up;
     WeightFormat weight_format;
-    // A bit for each element of `param`, which is set where its stored bits change, and for each scale of a quantized
-    // weight's blocks; whole words of 32 bits. 0: nothing is marked.
-    uint64_t changes;
-    uint64_t scale_changes;
 
     bool is_consecutive() const { return geometry.is_consecutive(numel); }
 };

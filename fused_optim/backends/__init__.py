@@ -45,9 +45,6 @@ class ShardWork:
 
     With a ``target`` the parameter is a quantized weight, ``param`` is its FP32 master itself, and ``absmax`` (FP32,
     shape ``(1,)``), if the target measures it, is raised to the largest finite magnitude of the new values.
-
-    ``changes``: a bit for each element of the parameter, or of a target's codes, that is set where its stored bits
-    change; ``scale_changes``: the same of the target's scales. None: nothing is marked.
     """
 
     grad: Tensor
@@ -58,8 +55,6 @@ class ShardWork:
     key: int
     target: Target | None = None
     absmax: Tensor | None = None
-    changes: Tensor | None = None
-    scale_changes: Tensor | None = None
 
 
 @dataclass

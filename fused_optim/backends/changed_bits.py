@@ -5,20 +5,20 @@ Bit ``e % 8`` of byte ``e // 8`` is that of element ``e``; those beyond the last
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, compress
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fused_optim.adapters import COMPARED
 from fused_optim.backends import backend_of, load_engine
-from fused_optim.backends.compiled import mark_differences, run_on
+from fused_optim.backends.compiled import run_on
 from fused_optim.backends.engine import Engine
 from fused_optim.sharding.dtensor import dense
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_COMPARED = 2**24  # elements that are compared at a time, where that takes memory
 _EXTRACTED = 2**24  # bytes of bits that are turned into indices at a time
 _BITS_OF_BYTES = 0x0102040810204080  # times eight bytes of 0 or 1: these as the bits of the highest byte
 
@@ -38,30 +38,62 @@ def set_all(bits: Tensor, numel: int) -> None:
 # --- comparing ----------------------------------------------------------------------------------------------------
 
 
+class Compared(NamedTuple):
+    """Flat values as :func:`raw_bits` has them, what they were, and their bits, which are on the values' device."""
+
+    bits: Tensor
+    copy: Tensor
+    values: Tensor
+
+
 def raw_bits(values: Tensor) -> Tensor:
     """Flat, as integers: NaN and negative zeros are compared by their bits."""
     return dense(values.detach()).view(-1).view(_INTEGERS[values.element_size()])
 
 
-def compare(parts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> None:
-    """Mark elements whose bits differ: bits, before and after, both flat as of :func:`raw_bits`."""
-    on_gpus: dict[torch.device, list[tuple[Tensor, Tensor, Tensor]]] = {}
-    for bits, before, after in parts:
-        if backend_of(after) == "cuda":
-            on_gpus.setdefault(after.device, []).append((bits, before, after))
+def compare(rows: Sequence[Compared]) -> None:
+    """Mark elements that differ from their copy, which takes them. Copies may be in page-locked host memory."""
+    on_gpus: dict[torch.device, list[Compared]] = {}
+    for row in rows:
+        if backend_of(row.values) != "cuda":
+            _compare_by_torch(row)
+        elif row.copy.is_cuda:
+            on_gpus.setdefault(row.values.device, []).append(row)
         else:
-            _mark_differences(bits, before, after)
-    for device, rows in on_gpus.items():
-        mark_differences(rows, device)
+            _compare_with_host(row)
+    for device, there in on_gpus.items():
+        _mark_differences(device, there)
 
 
-def _mark_differences(bits: Tensor, before: Tensor, after: Tensor) -> None:
-    """Piece by piece, which bounds the memory."""
-    for first in range(0, after.numel(), COMPARED):
-        differs = before[first : first + COMPARED] != after[first : first + COMPARED]
+def _pieces(row: Compared) -> list[Compared]:
+    """Which bound the memory."""
+    bits = row.bits.split(_COMPARED // 8)
+    return [Compared(*piece) for piece in zip(bits, row.copy.split(_COMPARED), row.values.split(_COMPARED))]
+
+
+def _compare_by_torch(row: Compared) -> None:
+    for bits, copy, values in _pieces(row):
+        differs = copy.to(values.device) != values
         padded = torch.nn.functional.pad(differs, (0, -differs.numel() % 8))
         packed = padded.view(torch.int64).mul(_BITS_OF_BYTES).bitwise_right_shift_(56).to(torch.uint8)
-        bits[first // 8 : first // 8 + packed.numel()] |= packed
+        bits[: packed.numel()] |= packed
+        copy.copy_(values)
+
+
+def _compare_with_host(row: Compared) -> None:
+    """In the order of a stream, which whoever collects the bits waits for."""
+    moved = torch.empty_like(row.values[:_COMPARED])
+    for bits, copy, values in _pieces(row):
+        there = moved[: values.numel()].copy_(copy, non_blocking=True)
+        _mark_differences(values.device, [Compared(bits, there, values)])
+        copy.copy_(there, non_blocking=True)
+
+
+def _mark_differences(device: torch.device, rows: Sequence[Compared]) -> None:
+    engine, _ = load_engine("cuda")
+    assert engine is not None
+    table = [(c.data_ptr(), v.data_ptr(), bits.data_ptr(), v.numel(), v.element_size()) for bits, c, v in rows]
+    engine.mark_differences(table, **run_on(device))
 
 
 # --- collecting ---------------------------------------------------------------------------------------------------
@@ -75,46 +107,23 @@ class MarkedTensor(NamedTuple):
     first: int = 0
 
 
-def collect(marked: Iterable[MarkedTensor]) -> list[tuple[Tensor, Tensor]]:
+def collect(marked: Sequence[MarkedTensor]) -> list[tuple[Tensor, Tensor]]:
     """Of each the indices of marked elements, ascending (int64), and their values. Waits for each device once.
 
     What is given back may lie in one memory, and where all elements of tensors are marked their indices may be the same
     tensor's.
     """
-    return Collector(list(marked)).collect()
-
-
-class Collector:
-    """:func:`collect` of tensors that stay where they are, again and again: what does not change is found out once.
-
-    ``can_be_kept``: without keeping these, or their bits, which is the caller's; it must not be asked once they moved.
-    """
-
-    def __init__(self, tensors: Sequence[MarkedTensor]) -> None:
-        by_device: dict[torch.device, list[int]] = {}
-        for i, each in enumerate(tensors):
-            by_device.setdefault(each.values.device, []).append(i)
-        self._count = len(tensors)
-        self._by_torch: list[tuple[int, MarkedTensor]] = []
-        self._by_engine: list[tuple[list[int], _EngineCollector]] = []
-        for device, members in by_device.items():
-            own = [tensors[i] for i in members]
-            backend = backend_of(own[0].values)
-            engine = None if backend == "torch" else load_engine(backend)[0]
-            if engine is None:
-                self._by_torch += zip(members, own, strict=True)
-            else:
-                self._by_engine.append((members, _EngineCollector(engine, own, device)))
-        self.can_be_kept = not self._by_torch
-
-    def collect(self) -> list[tuple[Tensor, Tensor]]:
-        found: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * self._count
-        for i, each in self._by_torch:
-            found[i] = _by_torch(each)
-        for members, own in self._by_engine:
-            for i, pair in zip(members, own.collect(), strict=True):
-                found[i] = pair
-        return found
+    by_device: dict[torch.device, list[int]] = {}
+    for i, each in enumerate(marked):
+        by_device.setdefault(each.values.device, []).append(i)
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for device, members in by_device.items():
+        own = [marked[i] for i in members]
+        backend = backend_of(own[0].values)
+        engine = None if backend == "torch" else load_engine(backend)[0]
+        pairs = list(map(_by_torch, own)) if engine is None else _by_engine(engine, own, device)
+        found.update(zip(members, pairs, strict=True))
+    return [found[i] for i in range(len(marked))]
 
 
 def _by_torch(tensor: MarkedTensor) -> tuple[Tensor, Tensor]:
@@ -132,46 +141,42 @@ def _indices(bits: Tensor) -> Tensor:
     return at[found >> 3].mul_(8).add_(found & 7)
 
 
-class _EngineCollector:
-    """Those of one device that has an engine."""
-
-    def __init__(self, engine: Engine, tensors: Sequence[MarkedTensor], device: torch.device) -> None:
-        self._engine, self._device = engine, device
-        rows = [
+def _by_engine(engine: Engine, tensors: Sequence[MarkedTensor], device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Of one device: the engine counts marks, and then writes into memory of that size."""
+    numels = [each.values.numel() for each in tensors]
+    rows = engine.MarkedRows(
+        [
             (bits.data_ptr(), values.numel(), values.data_ptr(), first, values.element_size())
             for bits, values, first in tensors
         ]
-        self._rows = engine.MarkedRows(rows)
-        self._numels = [each.values.numel() for each in tensors]
-        self._firsts = [each.first for each in tensors]
-        self._dtypes = [each.values.dtype for each in tensors]
-        units = sum(-(-numel // engine.CHANGES_PER_UNIT) for numel in self._numels)
-        self._places = torch.empty(units + len(rows), dtype=torch.int64, device=device)
+    )
+    units = sum(-(-numel // engine.CHANGES_PER_UNIT) for numel in numels)
+    places = torch.empty(units + len(tensors), dtype=torch.int64, device=device)
+    totals = engine.count_changed(rows=rows, places=places.data_ptr(), **run_on(device))
+    # Where all elements are marked they are copied, and one tensor has the indices of all such tensors.
+    whole = [0 < total == numel for total, numel in zip(totals, numels, strict=True)]
+    every = torch.arange(max(compress(totals, whole), default=0), device=device)
+    listed = [0 if is_whole else total for is_whole, total in zip(whole, totals, strict=True)]
+    indices, index_addresses = _split(listed, torch.int64, device)
+    values, value_addresses = _side_by_side([each.values.dtype for each in tensors], totals, device)
+    targets = list(zip(index_addresses, value_addresses, strict=True))
+    engine.collect_changed(rows=rows, targets=targets, places=places.data_ptr(), **run_on(device))
+    return [
+        (_shifted(every[:total], each.first) if is_whole else own, taken)
+        for each, is_whole, total, own, taken in zip(tensors, whole, totals, indices, values, strict=True)
+    ]
 
-    def collect(self) -> list[tuple[Tensor, Tensor]]:
-        engine, device, places = self._engine, self._device, self._places.data_ptr()
-        totals = engine.count_changed(rows=self._rows, places=places, **run_on(device))
-        # Where all elements are marked they are copied, and one tensor has the indices of all such tensors.
-        whole = [0 < total == numel for total, numel in zip(totals, self._numels, strict=True)]
-        every = torch.arange(max(compress(totals, whole), default=0), device=device)
-        listed = [0 if is_whole else total for is_whole, total in zip(whole, totals, strict=True)]
-        indices, index_addresses = _split(listed, torch.int64, device)
-        values, value_addresses = self._side_by_side(totals)
-        targets = list(zip(index_addresses, value_addresses, strict=True))
-        engine.collect_changed(rows=self._rows, targets=targets, places=places, **run_on(device))
-        return [
-            (_shifted(every[:total], first) if is_whole else own, taken)
-            for first, is_whole, total, own, taken in zip(self._firsts, whole, totals, indices, values, strict=True)
-        ]
 
-    def _side_by_side(self, numels: Sequence[int]) -> tuple[list[Tensor], list[int]]:
-        """New tensors of these sizes, those of one dtype in one memory, and their addresses."""
-        sizes: dict[torch.dtype, list[int]] = {}
-        for dtype, numel in zip(self._dtypes, numels, strict=True):
-            sizes.setdefault(dtype, []).append(numel)
-        new = {dtype: zip(*_split(own, dtype, self._device), strict=True) for dtype, own in sizes.items()}
-        pairs = [next(new[dtype]) for dtype in self._dtypes]
-        return [tensor for tensor, _ in pairs], [where for _, where in pairs]
+def _side_by_side(
+    dtypes: Sequence[torch.dtype], numels: Sequence[int], device: torch.device
+) -> tuple[list[Tensor], list[int]]:
+    """New tensors of these sizes, those of one dtype in one memory, and their addresses."""
+    sizes: dict[torch.dtype, list[int]] = {}
+    for dtype, numel in zip(dtypes, numels, strict=True):
+        sizes.setdefault(dtype, []).append(numel)
+    new = {dtype: zip(*_split(own, dtype, device), strict=True) for dtype, own in sizes.items()}
+    pairs = [next(new[dtype]) for dtype in dtypes]
+    return [tensor for tensor, _ in pairs], [where for _, where in pairs]
 
 
 def _shifted(indices: Tensor, first: int) -> Tensor:

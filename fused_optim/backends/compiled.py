@@ -15,14 +15,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fused_optim.backends import Compiled, ShardWork, load_engine
 from fused_optim.backends.engine import CachedShard, CudaEngine, Engine, EngineTensorReader
-from fused_optim.backends.tables import Rule as RuleNumber
 from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.memory.by_parameter import ByParameter
 from fused_optim.memory.layout import StateLayout
 from fused_optim.rule import Hyper, Rule
-
-# Update rules whose kernels on GPUs exist a second time, to mark what they change.
-_MARKING = (RuleNumber.ADAM, RuleNumber.LION)
 
 
 def address(tensor: Tensor | None) -> int:
@@ -145,10 +141,10 @@ def increment_versions(tensors: list[Tensor]) -> None:
 
 
 def mark_differences(parts: Sequence[tuple[Tensor, Tensor, Tensor]], device: torch.device) -> None:
-    """Set bits where ``before`` and ``after``, flat and on one GPU, differ in theirs: (bits, before, after)."""
+    """Set bits where values have others than their copy, which takes them: (bits, copy, values), flat, on one GPU."""
     engine, _ = load_engine("cuda")
     assert engine is not None
-    rows = [(b.data_ptr(), a.data_ptr(), bits.data_ptr(), a.numel(), a.element_size()) for bits, b, a in parts]
+    rows = [(c.data_ptr(), v.data_ptr(), bits.data_ptr(), v.numel(), v.element_size()) for bits, c, v in parts]
     engine.mark_differences(rows, **run_on(device))
 
 
@@ -208,14 +204,6 @@ class CompiledShards:
     def takes_target(self, layout: StateLayout) -> bool:
         return self._writes_weights(self._rule.code, [fmt.code for fmt in layout.formats])
 
-    def marks(self, work: ShardWork) -> bool:
-        if self._backend == "cuda" and work.target is not None:
-            return self._rule.code == RuleNumber.ADAM
-        return self._backend == "cpu" or self._rule.code in _MARKING
-
-    def can_overwrite(self) -> bool:
-        return self._backend == "cuda"
-
     def with_gradients(self) -> Sequence[int]:
         return self._table.with_gradients()
 
@@ -229,9 +217,8 @@ class CompiledShards:
     def groups_with_gradients(self) -> Sequence[int]:
         return self._table.groups_with_gradients()
 
-    def run(self, hypers: list[Hyper], workspace: Tensor | None, overwrites: bool = False) -> None:
+    def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
         self._set_groups(hypers)
-        self._table.set_overwrites(overwrites)
         self._table.launch(**self._where(workspace))
         self.works.clear()
 

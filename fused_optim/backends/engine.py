@@ -51,23 +51,6 @@ class EngineTensorReader(Protocol):
     def addresses(self, tensors: list[Tensor | None]) -> EngineNumbers | None: ...
 
 
-class EngineLook(Protocol):
-    """What tells that others have written a parameter or its master, as it was when they were last looked at."""
-
-    def forget(self) -> None:
-        """Whatever is at the parameter's addresses from now on is something else."""
-
-
-class EngineLooker(Protocol):
-    """Looks at the parameters of one device; see ``look.h``. Parameters that are gone are left out."""
-
-    def find_written(self, cached: list[CachedShard], looks: list[Any]) -> tuple[list[int], list[int]]:
-        """The numbers of parameters that were written since, and of those whose masters were."""
-
-    def remember(self, cached: list[CachedShard], looks: list[Any]) -> list[int]:
-        """Look at all. The numbers of those that are elsewhere than before."""
-
-
 class EngineShardTable(Protocol):
     """The shards of one device and their param groups, step by step; see ``shard_table.h``."""
 
@@ -100,7 +83,6 @@ class EngineShardTable(Protocol):
         found_inf: int = 0,
         step_pointer: int = 0,
     ) -> None: ...
-    def set_overwrites(self, overwrites: bool) -> None: ...
     def launch(self, **where: int) -> None: ...
     def launch_matrix_pass(
         self, first: bool, shards: list[int], values: list[int], types: Sequence[int], **where: int
@@ -168,7 +150,6 @@ class Engine(Protocol):
         most_recent: bool,
         stage: int,
         applies: int,
-        changes: EngineNumbers | list[int],
         **where: int,
     ) -> None: ...
     def quantize_encode(
@@ -183,8 +164,6 @@ class Engine(Protocol):
         roundings: Sequence[tuple[int, ...]],
         format: int,
         round_up: bool,
-        changes: EngineNumbers | list[int],
-        scale_changes: EngineNumbers | list[int],
         **where: int,
     ) -> None: ...
     def cast_tensor(
@@ -250,8 +229,6 @@ class Engine(Protocol):
         **where: int,
     ) -> None: ...
     def transpose(self, *, codes: int, transposed: int, rows: int, columns: int, **where: int) -> None: ...
-    def Look(self, inner: str, names: list[str]) -> EngineLook: ...
-    def Looker(self, reader: EngineTensorReader, dtensor_type: type) -> EngineLooker: ...
     def MarkedRows(self, rows: Sequence[tuple[int, ...]]) -> EngineMarkedRows: ...
     def count_changed(self, *, rows: EngineMarkedRows, places: int, **where: int) -> list[int]: ...
     def collect_changed(

@@ -201,12 +201,6 @@ class OffloadedShards:
     def takes_target(self, layout: StateLayout) -> bool:
         return False
 
-    def marks(self, work: ShardWork) -> bool:
-        return False  # its parts may begin within a byte of bits
-
-    def can_overwrite(self) -> bool:
-        return False
-
     def with_gradients(self) -> Sequence[int]:
         return self._whole.with_gradients()
 
@@ -220,7 +214,7 @@ class OffloadedShards:
     def groups_with_gradients(self) -> Sequence[int]:
         return self._whole.groups_with_gradients()
 
-    def run(self, hypers: list[Hyper], workspace: Tensor | None, overwrites: bool = False) -> None:
+    def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
         for chunk, is_last in self._chunks():
             buffer = self._link.buffer(sum(part.nbytes for _, _, part in chunk))
             groups = [self._groups[i] for i, _, _ in chunk]

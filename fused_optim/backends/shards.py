@@ -49,12 +49,6 @@ class Shards(Protocol):
     def takes_target(self, layout: StateLayout) -> bool:
         """Whether a shard with these states may have a target."""
 
-    def marks(self, work: ShardWork) -> bool:
-        """Whether ``run`` marks, in ``work.changes``, what it changes of the parameter's bits."""
-
-    def can_overwrite(self) -> bool:
-        """Whether ``run`` can store bits of changes without reading them."""
-
     def with_gradients(self) -> Sequence[int]:
         """The numbers of the shards that have a gradient in this step, ascending."""
 
@@ -67,12 +61,8 @@ class Shards(Protocol):
     def groups_with_gradients(self) -> Sequence[int]:
         """Their param groups."""
 
-    def run(self, hypers: list[Hyper], workspace: Tensor | None, overwrites: bool = False) -> None:
-        """Update them. ``workspace``: memory of a GPU, needed where hyperparameters lie there.
-
-        ``overwrites``: bits of changed elements are stored, whatever was there, by shards that :meth:`can_overwrite`.
-        Else they are added to those that are set.
-        """
+    def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
+        """Update them. ``workspace``: memory of a GPU, needed where hyperparameters lie there."""
 
 
 def shards_on(
@@ -130,12 +120,6 @@ class ReferenceShards:
     def takes_target(self, layout: StateLayout) -> bool:
         return False
 
-    def marks(self, work: ShardWork) -> bool:
-        return False
-
-    def can_overwrite(self) -> bool:
-        return False
-
     def with_gradients(self) -> Sequence[int]:
         return sorted(self.works)
 
@@ -148,7 +132,7 @@ class ReferenceShards:
     def groups_with_gradients(self) -> Sequence[int]:
         return [self._groups[i] for i in self.works]
 
-    def run(self, hypers: list[Hyper], workspace: Tensor | None, overwrites: bool = False) -> None:
+    def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
         groups = [GroupWork(hyper, []) for hyper in hypers]
         for i, work in sorted(self.works.items()):
             groups[self._groups[i]].shards.append(work)

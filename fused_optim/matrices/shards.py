@@ -146,12 +146,6 @@ class MatrixShards:
     def takes_target(self, layout: StateLayout) -> bool:
         return self._leaving is not None and self._leaving.takes_target(_without_states(layout))
 
-    def marks(self, work: ShardWork) -> bool:
-        return False
-
-    def can_overwrite(self) -> bool:
-        return False
-
     def with_gradients(self) -> Sequence[int]:
         return self._kept.with_gradients()
 
@@ -165,7 +159,7 @@ class MatrixShards:
     def groups_with_gradients(self) -> Sequence[int]:
         return self._kept.groups_with_gradients()
 
-    def run(self, hypers: list[Hyper], workspace: Tensor | None, overwrites: bool = False) -> None:
+    def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
         self._choose_buckets(hypers)
         ahead = 0 if all(on_mesh.is_local for _, meshes in self._buckets for on_mesh, _ in meshes) else 1
         if ahead and is_capturing():

@@ -6,7 +6,6 @@ import threading
 import weakref
 import zlib
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -27,7 +26,6 @@ from fused_optim.rule import Rule, Rules
 from fused_optim.sharding.collective import FailedElsewhere, any_rank, bare_name
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor, rewrap_like, shard_geometry
 from fused_optim.sharding.uneven import locate_uneven_shards
-from fused_optim.state.changes import ChangeTracker
 from fused_optim.state.given import decoded, foreign_names, is_replaced, take_foreign, take_steps
 from fused_optim.state.groups import Group, Owner
 from fused_optim.state.host_states import Offloading, may_be_offloaded
@@ -38,8 +36,8 @@ from fused_optim.state.param_state import (
     master_kind,
     offloadable,
 )
-from fused_optim.state.published import Published
 from fused_optim.state.remainders import MISFIT_ELSEWHERE, LoadedRemainder, misfits
+from fused_optim.state.snapshot import Snapshot
 
 
 class StateStore:
@@ -62,9 +60,8 @@ class StateStore:
         # Where parameters have names: then the optimizers of parts of a model round as one of all of it does. Not after
         # a checkpoint whose run has counted parameters.
         self.rounds_by_names = rounds_by_names
-        self.changes: ChangeTracker | None = None  # of parameters' bits, where users ask for them
+        self.snapshot: Snapshot | None = None  # of the parameters, where users ask for their changes
         self.is_untouched = not layouts  # whether states are as they were created
-        self.published: Published | None = None  # in the model of the last take
         self.offloading = Offloading(self._owner)
         self._changing = threading.RLock()  # `state_dict()` may be called in one thread and `step()` in another
 
@@ -230,9 +227,8 @@ class StateStore:
         return StateLayout.create(param, kind, specs, [group[spec.option] for spec in specs], offloaded=offloaded)
 
     def _create(self, param: Tensor, group: Group, remainders: bool | None) -> None:
-        untouched = nullcontext() if self.changes is None else self.changes.unchanged(param)
         # A step made in inference mode would leave states for no other.
-        with torch.inference_mode(False), torch.no_grad(), untouched:
+        with torch.inference_mode(False), torch.no_grad():
             layout = self.new_layout(param, group, remainders)
             created = ParamState.create(param, layout)
             given = self._owner.state.get(param) or {}
@@ -293,8 +289,8 @@ class StateStore:
             if len(kept) < len(self.layouts):
                 self.layouts = ByParameter(kept)
             self.offloading.choose_again()
-        if self.changes is not None:
-            self.changes.keep(self.params)
+        if self.snapshot is not None:
+            self.snapshot.keep(self.params)
 
     def exchange_offsets(self) -> None:
         """Find out where uneven shards lie. A collective over the parameters' meshes."""

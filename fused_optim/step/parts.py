@@ -17,7 +17,6 @@ from fused_optim.memory.by_parameter import Reference, reference_to
 from fused_optim.memory.layout import MASTER, memory_of
 from fused_optim.rule import Hyper
 from fused_optim.sharding.dtensor import is_dense, local_tensor
-from fused_optim.state.changes import ChangeTracker, Shard, StepChanges, Tracked
 from fused_optim.state.param_state import ParamState
 
 
@@ -42,13 +41,6 @@ class Part:
     # Of watched shards beside masters: their memory. Where it was freed, others have written, whatever is there now.
     memory: dict[int, object] = field(default_factory=dict)
     freed: set[int] = field(default_factory=set)
-    # By shard, where changes are tracked: the parts of its parameter whose changed bits a step marks itself.
-    marked: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    exact: set[int] = field(default_factory=set)  # which mark by what is stored, whoever has written it
-    by_pass: set[int] = field(default_factory=set)  # whose elements the pass marks
-    overwrites: bool = False  # whether this step stores bits of changes without reading them
-    tracked: dict[int, Tracked] = field(default_factory=dict)
-    changes: StepChanges | None = None  # as long as no shard is described again
     shards: Shards = field(init=False)
 
     def absmax_of(self, i: int) -> Tensor:
@@ -67,21 +59,7 @@ class Part:
         self.memory.pop(i, None)
         self.unwatched.discard(i)
         self.written.discard(i)
-        self.tracked.pop(i, None)
-        self.changes = None
         self.shards.let_go(i)
-
-    def changes_of_step(self, tracker: ChangeTracker) -> StepChanges:
-        """Where all of its parameters live."""
-        if self.changes is None:
-            shards = []
-            for i, watched in enumerate(self.watched):
-                param = watched.param_ref()
-                assert param is not None
-                tracked, marked = self.tracked.get(i) or tracker[param], self.marked.get(i, ())
-                shards.append(Shard(tracked, marked, i in self.exact, i in self.by_pass))
-            self.changes = StepChanges(self.device, self.watched, shards, self.shards.can_overwrite())
-        return self.changes
 
     def find_freed(self) -> None:
         while self.freed:
@@ -94,7 +72,7 @@ class Part:
         for param, copy in self.copies if self.is_later else ():
             copy.copy_(param)
         late = self._unscaled_apart(hypers[0].grad_scale, hypers[0].found_inf) if self.apart else []
-        self.shards.run(hypers, workspace, self.overwrites)
+        self.shards.run(hypers, workspace)
         for param, copy in self.copies:
             param.copy_(copy)
         self.copies.clear()

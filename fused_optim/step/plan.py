@@ -33,7 +33,6 @@ from fused_optim.memory.layout import MASTER
 from fused_optim.options.checks import check_states, check_update, describe
 from fused_optim.rule import Hyper
 from fused_optim.sharding.dtensor import dense, finished_local, local_tensor
-from fused_optim.state.changes import CODES, SCALES, WHOLE, StepChanges
 from fused_optim.state.groups import Group
 from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.store import StateStore
@@ -363,7 +362,6 @@ class Plan:
         master = local_tensor(states[MASTER]) if MASTER in states else None
         part.watched[i] = cached(part.watched[i].param_ref, ParamState(param, states, layout))
         adapter, target, absmax = adapter_of(param), None, None
-        changes = self._track(part, i, param)
         if adapter is None:
             local = local_tensor(param)
             updated = dense(local)
@@ -378,10 +376,10 @@ class Plan:
             elif target is None or master is None:  # the values are updated as an FP32 parameter is, and then encoded
                 master, layout = None, replace(layout, master=Master.PARAMETER)
             if target is None or master is None:
-                self._weights.put(index, NewValues(updated, changes=changes), lasts=False)
+                self._weights.put(index, NewValues(updated), lasts=False)
             else:
                 absmax = part.absmax_of(i) if target.measures else None
-                self._weights.put(index, NewValues(updated, absmax, target.data is not None, changes), lasts=True)
+                self._weights.put(index, NewValues(updated, absmax, target.data is not None), lasts=True)
                 part.watched[i] = cached_weight(part.watched[i], param, target, master)
         work = ShardWork(
             grad=self._dense_gradient(part, grad, param, shared),
@@ -393,44 +391,11 @@ class Plan:
             target=target,
             absmax=absmax,
         )
-        if changes is not None:
-            self._let_mark(part, i, work, param)
         can_be_watched = not shared and (is_watchable(param) if target is None else target.names is not None)
         is_watched = part.shards.set(i, work, part.watched[i] if can_be_watched else None)
         (part.unwatched.discard if is_watched else part.unwatched.add)(i)
         if is_watched and self._layouts[index].master.is_separate:
             part.watch_memory(i, param)
-
-    def _track(self, part: Part, i: int, param: Tensor) -> dict[str, Tensor] | None:
-        """Where changes are tracked: the bits that an adapter's writes of the parameter mark."""
-        part.changes = None
-        if self._store.changes is None:
-            return None
-        part.tracked[i] = tracked = self._store.changes[param]
-        adapter = adapter_of(param)
-        part.marked[i] = () if adapter is None else tuple(adapter.marks(param))
-        part.by_pass.discard(i)
-        (part.exact.discard if adapter is None and part.backend != "cpu" else part.exact.add)(i)
-        return {name: tracked.bits[name] for name in part.marked[i]}
-
-    def _let_mark(self, part: Part, i: int, work: ShardWork, param: Tensor) -> None:
-        """Let the pass mark what it changes of the parameter's bits, where it can. What it writes, no adapter marks."""
-        bits, target = part.tracked[i].bits, work.target
-        writes_codes = target is not None and target.data is not None
-        if writes_codes:
-            part.marked[i] = tuple(name for name in part.marked[i] if name not in (CODES, SCALES))
-        if not part.shards.marks(work):
-            return
-        if writes_codes:
-            work.changes, work.scale_changes = bits[CODES], bits.get(SCALES)
-            part.marked[i] = (*part.marked[i], CODES, SCALES)
-            part.by_pass.add(i)
-        elif target is None and work.param is local_tensor(param) and WHOLE in bits:
-            work.changes, part.marked[i] = bits[WHOLE], (WHOLE,)
-            part.by_pass.add(i)
-            # What a NaN in FP16 was is in no register.
-            if not self._layouts[part.indices[i]].master.is_separate and param.dtype != torch.float16:
-                part.exact.add(i)
 
     @staticmethod
     def _dense_gradient(part: Part, grad: Tensor, param: Tensor, shared: bool) -> Tensor:
@@ -455,7 +420,6 @@ class Plan:
         self._store.is_untouched = False
         on_devices, updated = {device: hypers(device) for device in self.backends}, self._updated()
         batches = self._weights.batches(self._attribute, updated, on_devices)
-        changes = self._begin_changes(found_inf is not None)
         applies = None if found_inf is None or not batches else found_inf.reshape(()) == 0
         for batch in batches:
             batch.prepare(applies)
@@ -475,17 +439,6 @@ class Plan:
             for i in unwatched:  # of the others nobody has looked whether they were written
                 if (param := part.watched[i].param_ref()) is not None:
                     self._store[param].record_versions()
-        for each in changes:
-            each.finish(found_inf)
-
-    def _begin_changes(self, may_be_skipped: bool) -> list[StepChanges]:
-        if (tracker := self._store.changes) is None:
-            return []
-        found = []
-        for part in self.parts:
-            found.append(part.changes_of_step(tracker))
-            part.overwrites = found[-1].begin(part.shards.with_gradients(), may_be_skipped)
-        return found
 
     def _updated(self) -> list[Tensor]:
         """The parameters that have a gradient in this step."""

@@ -26,10 +26,9 @@ class NewValues:
     values: Tensor
     absmax: Tensor | None = None
     written: bool = False
-    changes: Mapping[str, Tensor] | None = None
 
     def of(self, param: Tensor) -> Update:
-        return Update(param, self.values, absmax=self.absmax, written=self.written, changes=self.changes)
+        return Update(param, self.values, absmax=self.absmax, written=self.written)
 
 
 @dataclass(frozen=True)

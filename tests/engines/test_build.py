@@ -288,10 +288,8 @@ def test_specialized_constants_are_inline() -> None:
 
 def test_formats_with_kernels_of_their_own_are_those_that_the_launch_knows(setup_script: Any) -> None:
     header = (ROOT / "csrc/multi_tensor/cuda/kernels.h").read_text()
-    for tracked, expected in (("tracked", setup_script.OWN_KERNELS), ("true", setup_script.TRACKED_KERNELS)):
-        known = re.findall(rf"kernels_of_formats<{tracked}, Rule::(\w+)(.*?)>\(\)", header, re.DOTALL)
-        found = {rule: tuple(re.findall(r"Format::(\w+)", formats)) for rule, formats in known}
-        assert found == {rule: formats for rule, formats in expected.items() if tracked == "tracked" or formats}
+    known = re.findall(r"kernels_of_formats<Rule::(\w+)(.*?)>\(\)", header, re.DOTALL)
+    assert {rule: tuple(re.findall(r"Format::(\w+)", formats)) for rule, formats in known} == setup_script.OWN_KERNELS
 
 
 # --- the last check before raw addresses are used ---------------------------------------------------------------------

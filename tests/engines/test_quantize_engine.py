@@ -528,15 +528,12 @@ def test_written_tensors_know_that_they_were(engine: str) -> None:
         ({"scales": [64, 64]}, "one length"),
         ({"columns": []}, "one length"),
         ({"roundings": [(0,) * 6] * 2}, "one length"),
-        ({"changes": [64, 64]}, "one length"),
-        ({"scale_changes": [64]}, "one length"),
-        ({"changes": [66]}, "whole words"),
     ],
 )
 def test_bad_tables_are_refused(engine: str, change: dict[str, object], message: str) -> None:
     module, _ = load_engine(engine)
     table = {name: [64] for name in ("values", "data", "scales", "tensor_scales")} | {"rows": [2], "columns": [2]}
-    table |= {"roundings": [], "format": 4, "round_up": False, "changes": [], "scale_changes": []}
+    table |= {"roundings": [], "format": 4, "round_up": False}
     table |= change
     where = run_on(torch.device("cuda", 0) if engine == "cuda" else torch.device("cpu"))
     with pytest.raises(ValueError, match=message):

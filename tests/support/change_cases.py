@@ -1,9 +1,8 @@
-"""What changes are compared with: full copies of the parameters' bits before and after each step."""
+"""What changes are compared with: full copies of the parameters' bits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +19,6 @@ from fused_optim.wire import Changes
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 PARTS = ("data", "scale", "tensor_scale")
-# Dtype of the parameters, and options: all masters.
-MASTERS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "float32": (torch.float32, {}),
-    "bfloat16 remainder16": (torch.bfloat16, {}),
-    "bfloat16 remainder8": (torch.bfloat16, {"master_bits": 24}),
-    "bfloat16 float32": (torch.bfloat16, {"store_param_remainders": False}),
-    "bfloat16 float16": (torch.bfloat16, {"store_param_remainders": False, "master_weight_dtype": torch.float16}),
-    "bfloat16 no master": (torch.bfloat16, {"master_bits": 0}),
-    "float16 float32": (torch.float16, {}),
-    "float16 no master": (torch.float16, {"master_bits": 0}),
-}
-STATES = ["fp32", "bf16", "fp16", "fp8", "int8"]
 RECIPES = [
     Float8CurrentScaling(),
     Float8DelayedScaling(),
@@ -80,24 +67,19 @@ def copy_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Expected:
-    """The elements that differ from one look to the next, all together."""
+    """The elements that differ from what they were when they were last taken."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.now = model, copy_of(model)
-        self.changed = {name: torch.zeros_like(value, dtype=torch.bool) for name, value in self.now.items()}
-
-    def look(self) -> None:
-        before, self.now = self.now, copy_of(self.model)
-        for name, value in self.now.items():
-            self.changed[name] |= before[name] != value
+        self.model, self.taken = model, copy_of(model)
 
     def check(self, taken: Mapping[str, Changes], some: bool = True) -> None:
-        """That these are it: no element more, none less, and their values of now. They are forgotten then."""
-        self.look()
-        expected = {name: flags.nonzero().view(-1) for name, flags in self.changed.items() if flags.any()}
+        """That these are it: no element more, none less, and their values of now."""
+        before, now = self.taken, copy_of(self.model)
+        differing = {name: (before[name] != value).nonzero().view(-1) for name, value in now.items()}
+        expected = {name: indices for name, indices in differing.items() if indices.numel()}
         assert not some or expected, "nothing changes in this test"
         assert set(taken) == set(expected)
         for name, indices in expected.items():
             assert torch.equal(taken[name].indices.cpu(), indices), name
-            assert torch.equal(bits(taken[name].values), self.now[name][indices]), name
-        self.changed = {name: torch.zeros_like(flags) for name, flags in self.changed.items()}
+            assert torch.equal(bits(taken[name].values), now[name][indices]), name
+        self.taken = now

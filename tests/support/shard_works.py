@@ -48,6 +48,4 @@ def shard_work(**numbers: Any) -> Any:
         key=numbers["key"],
         target=target,
         absmax=tensor_at(numbers.get("absmax", 0)),
-        changes=None,
-        scale_changes=None,
     )

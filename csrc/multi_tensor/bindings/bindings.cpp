@@ -285,7 +285,6 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
         .def("updated", &ShardTable::updated, py::arg("cached"))
         .def("mark", &ShardTable::mark, py::arg("cached"))
         .def("groups_with_gradients", &ShardTable::groups_with_gradients)
-        .def("set_overwrites", &ShardTable::set_overwrites, py::arg("overwrites"))
         .def("set_group", &set_group, py::arg("group"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
              py::arg("eps"), py::arg("weight_decay"), py::arg("step"), py::arg("decoupled"), py::arg("bias_correction"),
              py::arg("maximize"), py::arg("stochastic_rounding"), py::arg("lr_pointer") = 0, py::arg("grad_scale") = 0,

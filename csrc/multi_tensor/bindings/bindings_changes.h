@@ -1,4 +1,4 @@
-// Python's view of changed bits: who has written parameters, where copies differ, which bits are set.
+// Python's view of changed bits: where copies differ, which bits are set.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "bindings/look.h"
 #include "bindings/where.h"
 #include "collect.h"
 #include "compare.h"
@@ -24,14 +23,14 @@ void require(bool condition, const char* expected) {
 }
 
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
-// before, after, bits, elements, bytes of one
+// copy, values, bits, elements, bytes of one
 using ComparisonRow = std::array<uint64_t, 5>;
 
 void mark_differences(const std::vector<ComparisonRow>& rows, int device, uint64_t stream) {
     std::vector<Comparison> comparisons;
-    for (const auto& [before, after, bits, numel, bytes] : rows) {
-        require(before && after && bits && (bytes == 1 || bytes == 2 || bytes == 4), "elements of 1, 2 or 4 bytes");
-        comparisons.push_back({before, after, bits, numel, static_cast<uint32_t>(bytes)});
+    for (const auto& [copy, values, bits, numel, bytes] : rows) {
+        require(copy && values && bits && (bytes == 1 || bytes == 2 || bytes == 4), "elements of 1, 2 or 4 bytes");
+        comparisons.push_back({copy, values, bits, numel, static_cast<uint32_t>(bytes)});
     }
     compare_cuda(comparisons, device, stream);
 }
@@ -88,13 +87,6 @@ inline void define_all(py::module_& m) {
         .def(py::init<const std::vector<MarkedRow>&>(), py::arg("rows"));
     define(m, "count_changed", &count_changed, py::arg("rows"), py::arg("places"));
     define(m, "collect_changed", &collect_changed, py::arg("rows"), py::arg("targets"), py::arg("places"));
-    py::class_<Look>(m, "Look", py::module_local(), "What tells that others have written a parameter.")
-        .def(py::init<py::str, std::vector<py::str>>(), py::arg("inner"), py::arg("names"))
-        .def("forget", &Look::forget);
-    py::class_<Looker>(m, "Looker", py::module_local(), "Looks at the parameters of one device.")
-        .def(py::init<TensorReader, py::object>(), py::arg("reader"), py::arg("dtensor_type"))
-        .def("find_written", &Looker::find_written, py::arg("cached"), py::arg("looks"))
-        .def("remember", &Looker::remember, py::arg("cached"), py::arg("looks"));
 }
 
 }  // namespace fused_optim::changes

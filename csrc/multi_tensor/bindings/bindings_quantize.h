@@ -100,28 +100,6 @@ std::vector<TensorScale> scales_of(const Column& scales, const Column& histories
     return rows;
 }
 
-// Addresses of bits, one for each of `count` rows; 0 where nothing is marked, and an empty list where nothing is at
-// all.
-void require_marks(const Column& marks, size_t count) {
-    require(marks.empty() || marks.size() == count, "lists of one length");
-    for (uint64_t address : marks) require(address % 4 == 0, "whole words of bits");
-}
-
-std::vector<uint8_t*> scale_marks_of(const Column& marks, size_t count) {
-    require_marks(marks, count);
-    std::vector<uint8_t*> rows;
-    for (uint64_t address : marks) rows.push_back(reinterpret_cast<uint8_t*>(address));
-    return rows;
-}
-
-std::vector<WeightMarks> weight_marks_of(const Column& codes, const Column& scales, size_t count) {
-    require_marks(codes, count);
-    require_marks(scales, codes.size());
-    std::vector<WeightMarks> rows;
-    for (size_t i = 0; i < codes.size(); ++i) rows.push_back({codes[i], scales.empty() ? 0 : scales[i]});
-    return rows;
-}
-
 ScaleRule rule_of(float largest, float factor, uint32_t history, bool most_recent, uint32_t stage, uint64_t applies) {
     require(stage < kCount<ScaleStage>, "a known stage");
     return {
@@ -141,23 +119,20 @@ void quantize_absmax(const std::vector<uint64_t>& addresses, const std::vector<u
 
 void quantize_rescale(const Numbers& scales, const Numbers& histories, const Numbers& absmaxes, float largest,
                       float factor, uint32_t history, bool most_recent, uint32_t stage, uint64_t applies,
-                      const Numbers& changes, FUSED_OPTIM_WHERE) {
+                      FUSED_OPTIM_WHERE) {
     const ScaleRule rule = rule_of(largest, factor, history, most_recent, stage, applies);
     FUSED_OPTIM_ON(rescale)
-    (scales_of(scales.values, histories.values, absmaxes.values, rule),
-     scale_marks_of(changes.values, scales.values.size()), rule, FUSED_OPTIM_HERE);
+    (scales_of(scales.values, histories.values, absmaxes.values, rule), rule, FUSED_OPTIM_HERE);
 }
 
 void quantize_encode(const Numbers& values, const Numbers& data, const Numbers& scales, const Numbers& tensor_scales,
                      const Numbers& rows, const Numbers& columns, const std::vector<RoundingRow>& roundings,
-                     uint32_t format, bool round_up, const Numbers& changes, const Numbers& scale_changes,
-                     FUSED_OPTIM_WHERE) {
+                     uint32_t format, bool round_up, FUSED_OPTIM_WHERE) {
     const WeightKind kind{format_of(format), round_up};
     const std::array<const Column*, 6> table = {&values.values,        &data.values, &scales.values,
                                                 &tensor_scales.values, &rows.values, &columns.values};
     FUSED_OPTIM_ON(encode)
-    (weights_of(table, roundings, kind.format),
-     weight_marks_of(changes.values, scale_changes.values, data.values.size()), kind, FUSED_OPTIM_HERE);
+    (weights_of(table, roundings, kind.format), kind, FUSED_OPTIM_HERE);
 }
 
 void quantize_decode(const WeightRow& weight, uint32_t format, uint32_t type, FUSED_OPTIM_WHERE) {
@@ -171,10 +146,10 @@ inline void define_all(py::module_& m) {
     define(m, "quantize_absmax", &quantize_absmax, py::arg("addresses"), py::arg("numels"), py::arg("result"));
     define(m, "quantize_rescale", &quantize_rescale, py::arg("scales"), py::arg("histories"), py::arg("absmaxes"),
            py::arg("largest"), py::arg("factor"), py::arg("history"), py::arg("most_recent"), py::arg("stage"),
-           py::arg("applies"), py::arg("changes"));
+           py::arg("applies"));
     define(m, "quantize_encode", &quantize_encode, py::arg("values"), py::arg("data"), py::arg("scales"),
            py::arg("tensor_scales"), py::arg("rows"), py::arg("columns"), py::arg("roundings"), py::arg("format"),
-           py::arg("round_up"), py::arg("changes"), py::arg("scale_changes"));
+           py::arg("round_up"));
     define(m, "quantize_decode", &quantize_decode, py::arg("weight"), py::arg("format"), py::arg("type"));
 }
 

@@ -12,7 +12,7 @@ namespace fused_optim {
 inline Shard before_matrices(Shard s, uint64_t update, Element type) {
     s.param = update;
     s.param_type = type;
-    s.master = s.weight_scales = s.absmax = s.changes = s.scale_changes = 0;
+    s.master = s.weight_scales = s.absmax = 0;
     s.master_kind = Master::kParameter;
     s.quantized = false;
     return s;

@@ -94,8 +94,6 @@ public:
         row.is_cached = false;
     }
 
-    void set_overwrites(bool overwrites) { step_.overwrites = overwrites; }
-
     Hyper& group(size_t i) { return step_.groups.at(i); }
 
     // A step of these shards that is only looked at: of quantized weights their masters, and nothing is marked.
@@ -105,7 +103,7 @@ public:
             Shard shard = rows_.at(i).shard;
             if (shard.quantized) shard.param = shard.master;
             shard.quantized = false;
-            shard.weight_scales = shard.absmax = shard.changes = shard.scale_changes = 0;
+            shard.weight_scales = shard.absmax = 0;
             step.shards.push_back(shard);
         }
         return step;

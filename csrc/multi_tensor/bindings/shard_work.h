@@ -43,8 +43,6 @@ inline void check(Rule rule, const Shard& s, size_t i) {
     require(!s.quantized || !s.param || traits_of(s.weight_format).written_by_update, i,
             "a format of weights that the update can write");
     require(!is_remainder(s.master_kind) || s.param_type == Element::kBFloat16, i, "a BF16 parameter");
-    require(s.changes % 16 == 0, i, "bits of changes at a multiple of 16 bytes");
-    require(!s.scale_changes || (s.quantized && s.changes && s.param), i, "changes of scales of a quantized parameter");
     const bool scaled = is_scaled(s.master_kind) ||
                         std::any_of(states, end, [](const State& state) { return is_scaled(state.format); });
     require(s.numel == 0 || s.scales || !scaled, i, "the address of the scales");
@@ -77,8 +75,6 @@ public:
         read_states(s, work.attr("states"), rule, i);
         const py::object target = work.attr("target");
         if (!target.is_none()) read_target(s, target, work.attr("absmax"), i);
-        s.changes = address_of(work.attr("changes"));
-        s.scale_changes = address_of(work.attr("scale_changes"));
         check(rule, s, i);
         return s;
     }

@@ -1,7 +1,6 @@
 // The CPU engine's inner part: updates elements [begin, end) of one shard. Compiled once per instruction set; the loops
 // have constant trip counts over small arrays, which the compiler vectorises. Nothing of the standard library's
 // templates may be used here: an inline function compiled for AVX-512 could replace the baseline's copy at link time.
-#include "cpu/changes.h"
 #include "cpu/codecs.h"
 #include "cpu/streams.h"
 #include "cpu/strip.h"
@@ -268,7 +267,7 @@ void store_weight(const float* values, const Shard& shard, uint64_t element, int
             for (int first = 0; first < count; first += kStripSize) {
                 const int rest = count - first < kStripSize ? count - first : kStripSize;
                 const Strip strip{0, element + first, element + first, static_cast<uint32_t>(rest)};
-                encode_strip<Codec>(weight, {}, shard.round_up, whole, values + first, nullptr, strip);
+                encode_strip<Codec>(weight, shard.round_up, whole, values + first, nullptr, strip);
             }
         }
     });
@@ -452,20 +451,11 @@ uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t elemen
 }
 
 template <Rule rule>
-uint32_t update_and_mark(const Shard& shard, const Scalars& scalars, uint64_t element, int count) {
-    const StoredTile before(shard, element, count);
-    const uint32_t found = update_tile<rule>(shard, scalars, element, count);
-    before.mark_changes();
-    return found;
-}
-
-template <Rule rule>
 uint32_t update_range(const Shard& shard, const Scalars& scalars, uint64_t begin, uint64_t end) {
     uint32_t largest = 0;
     for (uint64_t element = begin; element < end; element += kTile) {
         const int count = static_cast<int>(end - element < kTile ? end - element : kTile);
-        const uint32_t found = shard.changes ? update_and_mark<rule>(shard, scalars, element, count)
-                                             : update_tile<rule>(shard, scalars, element, count);
+        const uint32_t found = update_tile<rule>(shard, scalars, element, count);
         largest = found > largest ? found : largest;
     }
     return largest;

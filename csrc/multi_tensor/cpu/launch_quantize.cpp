@@ -8,7 +8,7 @@
 namespace fused_optim {
 
 using AbsmaxRange = uint32_t(const float*, uint64_t);
-using EncodeRange = void(const Weight&, const WeightMarks&, const WeightKind&, uint64_t, uint64_t);
+using EncodeRange = void(const Weight&, const WeightKind&, uint64_t, uint64_t);
 using DecodeRange = void(const Weight&, WeightFormat, Element, uint64_t, uint64_t);
 FUSED_OPTIM_PER_ISA(AbsmaxRange, absmax_range)
 FUSED_OPTIM_PER_ISA(EncodeRange, encode_range)
@@ -69,13 +69,11 @@ void absmax_cpu(const std::vector<Values>& tensors, float* absmax, int threads) 
     for (size_t i = 0; i < tensors.size(); ++i) absmax[i] = bits_float(largest[i]);
 }
 
-void rescale_cpu(const std::vector<TensorScale>& scales, const std::vector<uint8_t*>& marks, const ScaleRule& rule,
-                 int) {
-    for (size_t i = 0; i < scales.size(); ++i) rescale_and_mark(scales[i], rule, marks.empty() ? nullptr : marks[i]);
+void rescale_cpu(const std::vector<TensorScale>& scales, const ScaleRule& rule, int) {
+    for (const TensorScale& scale : scales) rescale(scale, rule);
 }
 
-void encode_cpu(const std::vector<Weight>& weights, const std::vector<WeightMarks>& marks, const WeightKind& kind,
-                int threads) {
+void encode_cpu(const std::vector<Weight>& weights, const WeightKind& kind, int threads) {
     const WeightTraits traits = traits_of(kind.format);
     std::vector<Weight> flat;
     std::vector<uint64_t> counts;
@@ -83,10 +81,8 @@ void encode_cpu(const std::vector<Weight>& weights, const std::vector<WeightMark
         flat.push_back(flattened(weight, traits));
         counts.push_back(traits.tiled ? tile_count(flat.back()) : strip_count(flat.back()));
     }
-    for_each_range(counts, traits.tiled ? kChunk : kStrip, threads, [&](const Range& range) {
-        const WeightMarks own = marks.empty() ? WeightMarks{} : marks[range.tensor];
-        inner().encode(flat[range.tensor], own, kind, range.begin, range.end);
-    });
+    for_each_range(counts, traits.tiled ? kChunk : kStrip, threads,
+                   [&](const Range& range) { inner().encode(flat[range.tensor], kind, range.begin, range.end); });
 }
 
 void decode_cpu(const Weight& weight, WeightFormat format, Element type, int threads) {

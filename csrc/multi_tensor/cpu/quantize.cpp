@@ -24,7 +24,7 @@ void load_codes(uint8_t* codes, const Weight& w, const Strip& strip) {
 }
 
 template <class Codec>
-void encode_strips(const Weight& w, const WeightMarks& marks, bool round_up, uint64_t begin, uint64_t end) {
+void encode_strips(const Weight& w, bool round_up, uint64_t begin, uint64_t end) {
     const float whole = w.whole();
     const Rounding rounding = w.rounding();
     for (uint64_t i = begin; i < end; ++i) {
@@ -33,7 +33,7 @@ void encode_strips(const Weight& w, const WeightMarks& marks, bool round_up, uin
         const Strip strip = strip_at(w, i);
         copy_in<kStripSize>(values, w.values, strip.element, static_cast<int>(strip.count));
         if (w.rotates()) fill_fractions(u, w, rounding, strip.element);
-        encode_strip<Codec>(w, marks, round_up, whole, values, w.rotates() ? u : nullptr, strip);
+        encode_strip<Codec>(w, round_up, whole, values, w.rotates() ? u : nullptr, strip);
     }
 }
 
@@ -47,7 +47,7 @@ void for_each_row(const Weight& w, uint64_t tile, const Visit& visit) {
 }
 
 template <class Codec>
-void encode_tile(const Weight& w, const WeightMarks& marks, bool round_up, uint64_t tile) {
+void encode_tile(const Weight& w, bool round_up, uint64_t tile) {
     alignas(64) float values[kStripSize];
     alignas(64) uint32_t u[kStripSize];
     alignas(64) uint8_t codes[kStripSize];
@@ -57,13 +57,13 @@ void encode_tile(const Weight& w, const WeightMarks& marks, bool round_up, uint6
         add<kStripSize>(magnitudes, values);
     });
     const WeightBlock block = Codec::prepare(magnitudes, round_up, w.whole());
-    store_scale_and_mark<Codec>(w, marks, tile, block.scale);
+    store_scale<Codec>(w, tile, block.scale);
     const Rounding rounding = w.rounding();
     for_each_row(w, tile, [&](const Strip& strip) {
         copy_in<kStripSize>(values, w.values, strip.element, static_cast<int>(strip.count));
         if (w.rotates()) fill_fractions(u, w, rounding, strip.element);
         encode_block<Codec>(codes, values, w.rotates() ? u : nullptr, block.inverse);
-        store_codes<Codec>(codes, w, marks, strip);
+        store_codes<Codec>(codes, w, strip);
     });
 }
 
@@ -106,15 +106,15 @@ uint32_t FUSED_OPTIM_JOIN(absmax_range_, FUSED_OPTIM_ISA)(const float* values, u
 }
 
 // Tiles `begin` to `end` where the format has tiles, else strips.
-void FUSED_OPTIM_JOIN(encode_range_, FUSED_OPTIM_ISA)(const Weight& w, const WeightMarks& marks, const WeightKind& kind,
-                                                      uint64_t begin, uint64_t end) {
+void FUSED_OPTIM_JOIN(encode_range_, FUSED_OPTIM_ISA)(const Weight& w, const WeightKind& kind, uint64_t begin,
+                                                      uint64_t end) {
     DenormalsOn guard;
     dispatch_weight(kind.format, [&](auto codec) {
         using Codec = decltype(codec);
         if constexpr (Codec::kTiled) {
-            for (uint64_t tile = begin; tile < end; ++tile) encode_tile<Codec>(w, marks, kind.round_up, tile);
+            for (uint64_t tile = begin; tile < end; ++tile) encode_tile<Codec>(w, kind.round_up, tile);
         } else {
-            encode_strips<Codec>(w, marks, kind.round_up, begin, end);
+            encode_strips<Codec>(w, kind.round_up, begin, end);
         }
     });
 }

@@ -24,30 +24,8 @@ void add(Magnitudes& block, const float* values) {
     block.merge({static_cast<uint32_t>(finite) - place, largest});
 }
 
-// Sets bits from `first` on, which other threads may be setting neighbours of.
-inline void set_bits(uint64_t bits, uint64_t first, uint32_t changed) {
-    uint8_t* const target = reinterpret_cast<uint8_t*>(bits) + first / 8;
-    changed <<= first % 8;
-    for (int i = 0; changed; ++i, changed >>= 8) {
-        if (changed & 0xFFu) __atomic_fetch_or(target + i, static_cast<uint8_t>(changed), __ATOMIC_RELAXED);
-    }
-}
-
-// Marks where bytes differ from what is stored from byte `first` on.
-inline void mark_bytes(uint64_t bits, uint64_t address, uint64_t first, const uint8_t* bytes, int count) {
-    const uint8_t* const stored = reinterpret_cast<const uint8_t*>(address) + first;
-    for (int begin = 0; begin < count; begin += 8) {
-        uint32_t changed = 0;
-        for (int i = begin; i < begin + 8 && i < count; ++i) {
-            changed |= static_cast<uint32_t>(stored[i] != bytes[i]) << (i - begin);
-        }
-        set_bits(bits, first + begin, changed);
-    }
-}
-
-// `marks`: addresses of bits, or 0.
 template <class Codec>
-void store_codes(const uint8_t* codes, const Weight& w, const WeightMarks& marks, const Strip& strip) {
+void store_codes(const uint8_t* codes, const Weight& w, const Strip& strip) {
     const uint64_t first = strip.element / Codec::kPerByte;
     const int count = static_cast<int>(strip.count / Codec::kPerByte);
     uint8_t packed[kStripSize];
@@ -55,14 +33,7 @@ void store_codes(const uint8_t* codes, const Weight& w, const WeightMarks& marks
         for (int i = 0; i < kStripSize / 2; ++i) packed[i] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
         codes = packed;
     }
-    if (marks.codes) mark_bytes(marks.codes, w.data, first, codes, count);
     copy_out(codes, w.data, first, count);
-}
-
-template <class Codec>
-void store_scale_and_mark(const Weight& w, const WeightMarks& marks, uint64_t index, uint32_t scale) {
-    if (marks.scales && load_scale<Codec>(w, index) != scale) set_bits(marks.scales, index, 1);
-    store_scale<Codec>(w, index, scale);
 }
 
 template <class Codec>
@@ -78,18 +49,18 @@ void encode_block(uint8_t* codes, const float* values, const uint32_t* u, float 
 // Codes and scales of blocks that lie in one row. `values` and the fractions `u` (null: round to nearest even) fill a
 // tile; `whole` is the scale of the whole weight.
 template <class Codec>
-void encode_strip(const Weight& w, const WeightMarks& marks, bool round_up, float whole, const float* values,
-                  const uint32_t* u, const Strip& strip) {
+void encode_strip(const Weight& w, bool round_up, float whole, const float* values, const uint32_t* u,
+                  const Strip& strip) {
     alignas(64) uint8_t codes[kStripSize];
     const uint64_t first_scale = scale_index<Codec>(w, strip.row, strip.column);
     for (uint32_t first = 0; first < strip.count; first += Codec::kBlock) {
         Magnitudes magnitudes;
         if (!std::is_void_v<typename Codec::Scale>) add<Codec::kBlock>(magnitudes, values + first);
         const WeightBlock block = Codec::prepare(magnitudes, round_up, whole);
-        store_scale_and_mark<Codec>(w, marks, first_scale + first / Codec::kBlock, block.scale);
+        store_scale<Codec>(w, first_scale + first / Codec::kBlock, block.scale);
         encode_block<Codec>(codes + first, values + first, u ? u + first : nullptr, block.inverse);
     }
-    store_codes<Codec>(codes, w, marks, strip);
+    store_codes<Codec>(codes, w, strip);
 }
 
 }  // namespace

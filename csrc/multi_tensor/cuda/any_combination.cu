@@ -1,5 +1,4 @@
-// The kernel of shards whose combination has none of its own, compiled once per update rule, FUSED_OPTIM_RULE; for some
-// once more with FUSED_OPTIM_TRACKED, for steps that mark what they change.
+// The kernel of shards whose combination has none of its own, compiled once per update rule, FUSED_OPTIM_RULE.
 #include "cuda/any_formats.cuh"
 #include "cuda/kernel.cuh"
 
@@ -11,24 +10,24 @@ struct AnyCombination {
     static constexpr int kTilesPerChunk = kMaxTilesPerChunk;
     static constexpr bool kScaledMasters = true;
     static constexpr uint32_t kRingBytes = 0;
-    using Table = PlainTable<AnyFormats::tracked>;
+    using Table = BasicTable;
 
     __device__ __forceinline__ static void vectors() { vector_loop<AnyFormats>(); }
     __device__ __forceinline__ static void others() {
-        general_loop<AnyFormats::rule, AllCodecs, false, kScaledMasters, AnyFormats::tracked>();
+        general_loop<AnyFormats::rule, AllCodecs, false, kScaledMasters>();
     }
 };
 
 }  // namespace
 
 template <>
-Kernel<AnyCombination::Table>& kernel_of_any_combination<AnyFormats::rule, AnyFormats::tracked>() {
-    static Kernel<AnyCombination::Table> kernel{multi_tensor_update<AnyCombination>,
-                                                kSharedBytes<AnyCombination>,
-                                                AnyCombination::kTilesPerChunk,
-                                                AnyCombination::kScaledMasters,
-                                                AnyFormats::rule,
-                                                true};
+Kernel<BasicTable>& kernel_of_any_combination<AnyFormats::rule>() {
+    static Kernel<BasicTable> kernel{multi_tensor_update<AnyCombination>,
+                                     kSharedBytes<AnyCombination>,
+                                     AnyCombination::kTilesPerChunk,
+                                     AnyCombination::kScaledMasters,
+                                     AnyFormats::rule,
+                                     true};
     return kernel;
 }
 

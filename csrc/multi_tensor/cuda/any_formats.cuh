@@ -17,11 +17,6 @@ struct AnyFormats {
     static constexpr Rule rule = Rule::FUSED_OPTIM_RULE;
     static constexpr Format format = Any::format;
     static constexpr bool has_weights = false;
-#if defined(FUSED_OPTIM_TRACKED)
-    static constexpr bool tracked = true;
-#else
-    static constexpr bool tracked = false;
-#endif
     static constexpr bool staged = false;
 
     template <StateKind>
@@ -136,20 +131,18 @@ struct StoreParam {
     uint32_t group8;
     const Rounding& rounding;
     float* master_scale;
-    Earlier& earlier;
 
     template <class Formats>
     __device__ __forceinline__ void operator()(Formats) const {
-        store_param<Formats>(view, element, before, values, group8, rounding, master_scale, earlier);
+        store_param<Formats>(view, element, before, values, group8, rounding, master_scale);
     }
 };
 
 template <>
 __device__ __forceinline__ void store_param<AnyFormats>(const View& view, uint32_t element, const float* before,
                                                         float* values, uint32_t group8, const Rounding& rounding,
-                                                        float* master_scale, Earlier& earlier) {
-    dispatch_master(view.master_kind(),
-                    StoreParam{view, element, before, values, group8, rounding, master_scale, earlier});
+                                                        float* master_scale) {
+    dispatch_master(view.master_kind(), StoreParam{view, element, before, values, group8, rounding, master_scale});
 }
 
 }  // namespace

@@ -49,11 +49,11 @@ bool serves(const Kernel<Table>& kernel, const Shards& shards, uint64_t total) {
 }
 
 // The kernel of one combination that serves them all, if there is one. `candidates`: a member of KernelsOfFormat.
-template <bool tracked, class Candidates>
-auto* kernel_of_all(Rule rule, Candidates KernelsOfFormat<tracked>::* candidates, const Shards& shards) {
+template <class Candidates>
+auto* kernel_of_all(Rule rule, Candidates KernelsOfFormat::* candidates, const Shards& shards) {
     uint64_t total = 0;
     for (const Shard& s : shards) total += s.numel;
-    for (const KernelsOfFormat<tracked>* of_format : own_kernels<tracked>(rule)) {
+    for (const KernelsOfFormat* of_format : own_kernels(rule)) {
         for (auto* kernel : of_format->*candidates) {
             if (serves(*kernel, shards, total)) return kernel;
         }
@@ -61,24 +61,19 @@ auto* kernel_of_all(Rule rule, Candidates KernelsOfFormat<tracked>::* candidates
     return static_cast<typename Candidates::value_type>(nullptr);
 }
 
-template <bool tracked>
-Kernel<PlainTable<tracked>>& any_combination(Rule rule) {
-    return dispatch_rule(rule, [](auto known) -> Kernel<PlainTable<tracked>>& {
-        constexpr Rule rule = decltype(known)::value;
-        if constexpr (!tracked || marks_changes(rule)) return kernel_of_any_combination<rule, tracked>();
-        throw std::invalid_argument("fused_optim: this update rule has no kernel that marks changes");
-    });
+Kernel<BasicTable>& any_combination(Rule rule) {
+    return dispatch_rule(
+        rule, [](auto known) -> Kernel<BasicTable>& { return kernel_of_any_combination<decltype(known)::value>(); });
 }
 
 // The kernel of a shard's combination; of combinations that have none, the one for all of them.
-template <bool tracked>
-Kernel<PlainTable<tracked>>& kernel_of(Rule rule, const Shard& shard) {
-    for (const KernelsOfFormat<tracked>* of_format : own_kernels<tracked>(rule)) {
+Kernel<BasicTable>& kernel_of(Rule rule, const Shard& shard) {
+    for (const KernelsOfFormat* of_format : own_kernels(rule)) {
         for (auto* kernel : of_format->plain) {
             if (kernel->is_combination_of(shard)) return *kernel;
         }
     }
-    return any_combination<tracked>(rule);
+    return any_combination(rule);
 }
 
 bool reads_device(const Hyper& h) {
@@ -98,30 +93,24 @@ void launch_scalars(const std::vector<Hyper>& groups, Scalars* scalars, int devi
     }
 }
 
-template <bool tracked>
-void load_update_kernels(Rule rule, int device) {
-    for (const KernelsOfFormat<tracked>* of_format : own_kernels<tracked>(rule)) {
-        for (const auto* kernel : of_format->plain) load_kernel(kernel->function, kName, device);
-        for (const auto* kernel : of_format->with_weights) load_kernel(kernel->function, kName, device);
-    }
-    load_kernel(any_combination<tracked>(rule).function, kName, device);
-}
-
 }  // namespace
 
 void load_update_kernels(Rule rule, int device) {
     CudaDeviceGuard guard(kName, device);
     dispatch_rule(rule,
                   [&](auto known) { load_kernel(multi_tensor_update_scalars<decltype(known)::value>, kName, device); });
-    load_update_kernels<false>(rule, device);
-    if (marks_changes(rule)) load_update_kernels<true>(rule, device);
+    for (const KernelsOfFormat* of_format : own_kernels(rule)) {
+        for (const auto* kernel : of_format->plain) load_kernel(kernel->function, kName, device);
+        for (const auto* kernel : of_format->with_weights) load_kernel(kernel->function, kName, device);
+    }
+    load_kernel(any_combination(rule).function, kName, device);
 }
 
 size_t workspace_bytes(const Step& step) { return step.groups.size() * sizeof(Scalars); }
 
 bool writes_weights_cuda(Rule rule, const State* states) {
-    const auto& of_formats = own_kernels<false>(rule);
-    return std::any_of(of_formats.begin(), of_formats.end(), [&](const KernelsOfFormat<false>* of_format) {
+    const auto& of_formats = own_kernels(rule);
+    return std::any_of(of_formats.begin(), of_formats.end(), [&](const KernelsOfFormat* of_format) {
         const auto& kernels = of_format->with_weights;
         return !kernels.empty() && kernels.front()->is_of_format(states);
     });
@@ -132,7 +121,6 @@ namespace {
 // Launches over some of a step's shards.
 struct Launcher {
     Rule rule;
-    bool overwrites;
     const std::vector<Hyper>& groups;
     const Scalars* device_scalars;  // null: they are derived here
     int device;
@@ -140,7 +128,7 @@ struct Launcher {
 
     template <class Table>
     void operator()(Kernel<Table>& kernel, const Shards& shards) const {
-        TableBuilder<Kernel<Table>> builder(kernel, overwrites);
+        TableBuilder<Kernel<Table>> builder(kernel);
         size_t first_group = 0;
         auto flush = [&](size_t next_group) {
             const Table& table = builder.finish(device, device_scalars ? device_scalars + first_group : nullptr);
@@ -172,22 +160,20 @@ struct Launcher {
 bool is_quantized(const Shard& s) { return s.quantized; }
 
 // One launch if one kernel serves all, else one per combination: each at the speed of its own kernel.
-template <bool tracked>
 void launch_plain(const Launcher& launch, const Shards& shards) {
-    if (auto* kernel = kernel_of_all(launch.rule, &KernelsOfFormat<tracked>::plain, shards)) {
+    if (auto* kernel = kernel_of_all(launch.rule, &KernelsOfFormat::plain, shards)) {
         return launch(*kernel, shards);
     }
-    std::map<Kernel<PlainTable<tracked>>*, Shards> by_kernel;
-    for (const Shard& shard : shards) by_kernel[&kernel_of<tracked>(launch.rule, shard)].push_back(shard);
+    std::map<Kernel<BasicTable>*, Shards> by_kernel;
+    for (const Shard& shard : shards) by_kernel[&kernel_of(launch.rule, shard)].push_back(shard);
     for (const auto& [kernel, own] : by_kernel) launch(*kernel, own);
 }
 
 // The same of shards of which some have quantized weights, whose kernels are others.
-template <bool tracked>
 void launch_with_weights(const Launcher& launch, const Shards& shards) {
-    if (auto* kernel = kernel_of_all(launch.rule, &KernelsOfFormat<tracked>::with_weights, shards))
+    if (auto* kernel = kernel_of_all(launch.rule, &KernelsOfFormat::with_weights, shards))
         return launch(*kernel, shards);
-    for (const KernelsOfFormat<tracked>* of_format : own_kernels<tracked>(launch.rule)) {
+    for (const KernelsOfFormat* of_format : own_kernels(launch.rule)) {
         for (auto* kernel : of_format->with_weights) {
             Shards own;
             std::copy_if(shards.begin(), shards.end(), std::back_inserter(own),
@@ -197,13 +183,7 @@ void launch_with_weights(const Launcher& launch, const Shards& shards) {
     }
     Shards others;
     std::remove_copy_if(shards.begin(), shards.end(), std::back_inserter(others), is_quantized);
-    if (!others.empty()) launch_plain<tracked>(launch, others);
-}
-
-template <bool tracked>
-void launch_all(const Launcher& launch, const Shards& shards) {
-    if (std::any_of(shards.begin(), shards.end(), is_quantized)) return launch_with_weights<tracked>(launch, shards);
-    launch_plain<tracked>(launch, shards);
+    if (!others.empty()) launch_plain(launch, others);
 }
 
 }  // namespace
@@ -220,10 +200,9 @@ void launch_cuda(const Step& step, int device, uint64_t stream_handle, uint64_t 
             launch_scalars<decltype(rule)::value>(step.groups, device_scalars, device, stream);
         });
     }
-    const Launcher launch{step.rule, step.overwrites, step.groups, device_scalars, device, stream};
-    const auto is_tracked = [](const Shard& s) { return s.changes != 0; };
-    const bool tracked = std::any_of(step.shards.begin(), step.shards.end(), is_tracked);
-    tracked ? launch_all<true>(launch, step.shards) : launch_all<false>(launch, step.shards);
+    const Launcher launch{step.rule, step.groups, device_scalars, device, stream};
+    const bool has_weights = std::any_of(step.shards.begin(), step.shards.end(), is_quantized);
+    has_weights ? launch_with_weights(launch, step.shards) : launch_plain(launch, step.shards);
 }
 
 }  // namespace fused_optim

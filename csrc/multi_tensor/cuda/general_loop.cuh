@@ -1,7 +1,6 @@
 // The general loop, one element per thread: shard ends, and shards whose addresses or offsets are not aligned.
 #pragma once
 
-#include "cuda/changes.cuh"
 #include "cuda/codecs.cuh"
 #include "cuda/table.cuh"
 #include "cuda/warp.cuh"
@@ -208,24 +207,8 @@ __device__ __forceinline__ float store_float16_master(const View& view, uint32_t
     return value;
 }
 
-// Called by all threads, with what the master was and what it is. Of quantized weights it stores the code, too.
-template <bool has_weights>
-__device__ __forceinline__ void store_and_mark(const View& view, uint32_t element, bool inside, float before,
-                                               float after, uint32_t bits) {
-    if (has_weights && view.info.quantized) {
-        const StoredWeight stored(view, element, inside);
-        store_weight_element(view, element, inside, after);
-        const StoredWeight now(view, element, inside);
-        now.mark_scale_after(view, element, stored);
-        mark_element(element, inside, stored.code != now.code);
-    } else {
-        const bool changed = inside && is_changed(view.master_kind(), view.param_type(), before, after, bits);
-        mark_element(element, inside, changed);
-    }
-}
-
 // Elements that the vector loop leaves: each thread of the block updates one. `scaled_masters`: there may be some.
-template <Rule rule, class Codecs, bool has_weights, bool scaled_masters, bool tracked = false>
+template <Rule rule, class Codecs, bool has_weights, bool scaled_masters>
 __device__ __noinline__ void general_loop() {
     constexpr int count = state_count(rule), square = square_state(rule);
     const View& view = block->view;
@@ -240,7 +223,6 @@ __device__ __noinline__ void general_loop() {
         const bool inside = element < view.count;
         float states[state_places(rule)] = {}, root = 0.0f, param = 0.0f;
         uint32_t bits = 0, master_bits = 0;
-        [[maybe_unused]] float before_update = 0.0f;
         if (inside) {
             each_state<rule>([&](auto state) {
                 constexpr int i = decltype(state)::value;
@@ -263,18 +245,13 @@ __device__ __noinline__ void general_loop() {
             const uint32_t group8 = scalars.rounding.group8(view.key, global);
             bits = scalars.rounding.bits(group8, static_cast<uint32_t>(global));
             const float before = param;
-            if constexpr (tracked) before_update = before;
             param = Update<rule>::next_param(param, direction, root, scalars);
             if (scaled_master) master_bits = master_rounding(before, param, bits);
             if (!scaled_master) store_master(view, element, param, bits);
         }
         __syncthreads();  // every thread has read the old scales, and the partial maxima of the round before
         if (scaled_master) param = store_float16_master(view, element, inside, param, master_bits);
-        if constexpr (tracked) {
-            store_and_mark<has_weights>(view, element, inside, before_update, param, bits);
-        } else {
-            if (has_weights && view.info.quantized) store_weight_element(view, element, inside, param);
-        }
+        if (has_weights && view.info.quantized) store_weight_element(view, element, inside, param);
         each_state<rule>([&](auto state) {
             constexpr int i = decltype(state)::value;
             Codecs::template visit<state_kind(rule, i)>(

@@ -54,52 +54,35 @@ struct Kernel {
     }
 };
 
-template <bool tracked>
-using PlainTable = std::conditional_t<tracked, TrackedTable, BasicTable>;
-template <bool tracked>
-using TableWithWeights = std::conditional_t<tracked, TrackedWeightsTable, WeightsTable>;
-
-// Those of the combinations in which all states have one format. `tracked`: they mark what they change.
-template <bool tracked>
+// Those of the combinations in which all states have one format.
 struct KernelsOfFormat {
-    std::vector<Kernel<PlainTable<tracked>>*> plain;
-    std::vector<Kernel<TableWithWeights<tracked>>*> with_weights;  // of masters that quantized weights may have
+    std::vector<Kernel<BasicTable>*> plain;
+    std::vector<Kernel<WeightsTable>*> with_weights;  // of masters that quantized weights may have
 };
 
 // Defined in one_combination.cu, for the rules and formats that setup.py compiles it for.
-template <Rule rule, Format format, bool tracked>
-const KernelsOfFormat<tracked>& kernels_of();
+template <Rule rule, Format format>
+const KernelsOfFormat& kernels_of();
 
-template <bool tracked, Rule rule, Format... formats>
-std::vector<const KernelsOfFormat<tracked>*> kernels_of_formats() {
-    return {&kernels_of<rule, formats, tracked>()...};
+template <Rule rule, Format... formats>
+std::vector<const KernelsOfFormat*> kernels_of_formats() {
+    return {&kernels_of<rule, formats>()...};
 }
 
 // FP32 stands for all formats without scales.
-template <bool tracked>
-const std::vector<const KernelsOfFormat<tracked>*>& own_kernels(Rule rule) {
-    static const std::vector<const KernelsOfFormat<tracked>*> all[] = {
-        kernels_of_formats<tracked, Rule::kAdam, Format::kFloat32, Format::kFloat16, Format::kFloat8, Format::kInt8>(),
-        kernels_of_formats<tracked, Rule::kLion, Format::kFloat32, Format::kFloat8, Format::kInt8>(),
-        kernels_of_formats<tracked, Rule::kMuon, Format::kFloat32, Format::kFloat8, Format::kInt8>(),
-        kernels_of_formats<tracked, Rule::kDescent, Format::kFloat32>(),
+inline const std::vector<const KernelsOfFormat*>& own_kernels(Rule rule) {
+    static const std::vector<const KernelsOfFormat*> all[] = {
+        kernels_of_formats<Rule::kAdam, Format::kFloat32, Format::kFloat16, Format::kFloat8, Format::kInt8>(),
+        kernels_of_formats<Rule::kLion, Format::kFloat32, Format::kFloat8, Format::kInt8>(),
+        kernels_of_formats<Rule::kMuon, Format::kFloat32, Format::kFloat8, Format::kInt8>(),
+        kernels_of_formats<Rule::kDescent, Format::kFloat32>(),
     };
     static_assert(std::size(all) == kCount<Rule>, "kernels of every rule");
     return all[static_cast<int>(rule)];
 }
 
-// Adam's alone mark changes in kernels of their own, and Lion's in the one of all combinations.
-template <>
-inline const std::vector<const KernelsOfFormat<true>*>& own_kernels<true>(Rule rule) {
-    static const std::vector<const KernelsOfFormat<true>*> none;
-    static const std::vector<const KernelsOfFormat<true>*> of_adam =
-        kernels_of_formats<true, Rule::kAdam, Format::kFloat32, Format::kFloat16, Format::kFloat8, Format::kInt8>();
-    return rule == Rule::kAdam ? of_adam : none;
-}
-constexpr bool marks_changes(Rule rule) { return rule == Rule::kAdam || rule == Rule::kLion; }
-
 // Defined in any_combination.cu.
-template <Rule rule, bool tracked>
-Kernel<PlainTable<tracked>>& kernel_of_any_combination();
+template <Rule rule>
+Kernel<BasicTable>& kernel_of_any_combination();
 
 }  // namespace fused_optim

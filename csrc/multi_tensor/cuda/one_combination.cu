@@ -1,6 +1,5 @@
 // The kernels of the combinations in which all states have one format: compiled once per update rule, FUSED_OPTIM_RULE,
-// and format, FUSED_OPTIM_FORMAT; for some rules once more with FUSED_OPTIM_TRACKED, for steps that mark what they
-// change.
+// and format, FUSED_OPTIM_FORMAT.
 #include <utility>
 
 #include "cuda/kernel.cuh"
@@ -16,27 +15,20 @@ struct OneCombination {
     static constexpr int kTilesPerChunk = Pace<Formats>::kTilesPerChunk;
     static constexpr bool kScaledMasters = is_scaled(Formats::master);
     static constexpr uint32_t kRingBytes = ring_bytes<Formats>();
-    using Table =
-        std::conditional_t<Formats::has_weights, TableWithWeights<Formats::tracked>, PlainTable<Formats::tracked>>;
+    using Table = std::conditional_t<Formats::has_weights, WeightsTable, BasicTable>;
 
     __device__ __forceinline__ static void vectors() { vector_loop<Formats>(); }
     __device__ __forceinline__ static void others() {
-        general_loop<Formats::rule, OwnCodecs<Formats::format>, Formats::has_weights, kScaledMasters,
-                     Formats::tracked>();
+        general_loop<Formats::rule, OwnCodecs<Formats::format>, Formats::has_weights, kScaledMasters>();
     }
 };
 
 constexpr Rule kRule = Rule::FUSED_OPTIM_RULE;
 constexpr Format kFormat = Format::FUSED_OPTIM_FORMAT;
-#if defined(FUSED_OPTIM_TRACKED)
-constexpr bool kTracked = true;
-#else
-constexpr bool kTracked = false;
-#endif
 
 template <Master master, bool has_weights>
 auto* kernel() {
-    using Loops = OneCombination<Combination<kRule, master, kFormat, has_weights, kTracked>>;
+    using Loops = OneCombination<Combination<kRule, master, kFormat, has_weights>>;
     static Kernel<typename Loops::Table> own{multi_tensor_update<Loops>,
                                              kSharedBytes<Loops>,
                                              Loops::kTilesPerChunk,
@@ -49,7 +41,7 @@ auto* kernel() {
 }
 
 template <int... masters>
-KernelsOfFormat<kTracked> kernels(std::integer_sequence<int, masters...>) {
+KernelsOfFormat kernels(std::integer_sequence<int, masters...>) {
     // What takes the place of the parameter is never a weight, and has no master.
     if constexpr (!reads_param(kRule))
         return {{kernel<Master::kParameter, false>()}, {}};
@@ -61,8 +53,8 @@ KernelsOfFormat<kTracked> kernels(std::integer_sequence<int, masters...>) {
 }  // namespace
 
 template <>
-const KernelsOfFormat<kTracked>& kernels_of<kRule, kFormat, kTracked>() {
-    static const KernelsOfFormat<kTracked> all = kernels(std::make_integer_sequence<int, kCount<Master>>{});
+const KernelsOfFormat& kernels_of<kRule, kFormat>() {
+    static const KernelsOfFormat all = kernels(std::make_integer_sequence<int, kCount<Master>>{});
     return all;
 }
 

@@ -89,11 +89,5 @@ __device__ __forceinline__ void store(const uint32_t* words, uint64_t address, u
     }
 }
 
-// Bit i: whether byte i of two words is another one.
-__device__ __forceinline__ uint32_t differing_bytes(uint32_t before, uint32_t after) {
-    constexpr uint32_t kGather = 0x01020408u;  // brings the lowest bits of four bytes together in the highest byte
-    return (__vsetne4(before, after) * kGather >> 24) & 0xFu;
-}
-
 }  // namespace
 }  // namespace fused_optim

@@ -11,7 +11,6 @@
 #include "cuda/weight_decode.cuh"
 #include "cuda/weight_group8.cuh"
 #include "cuda/weight_lanes.cuh"
-#include "cuda/weight_marks.cuh"
 #include "quantize.h"
 
 namespace fused_optim {
@@ -26,22 +25,9 @@ constexpr uint32_t kRowsPerWarp = kStrip / kTileWarps;  // of a tile
 constexpr uint32_t kAbsmaxLoads = 8;                    // of four elements, that a thread has in flight
 constexpr uint32_t kAbsmaxUnit = kThreads * kPerLane * kAbsmaxLoads;
 
-// `tracked`: changes are marked.
-template <bool tracked>
 struct EncodeArguments {
     Table<Weight, 352> table;
     bool round_up;
-
-    __device__ __forceinline__ Marker<false> marker(uint32_t) const { return {}; }
-};
-
-template <>
-struct EncodeArguments<true> {
-    Table<Weight, 300> table;
-    bool round_up;
-    WeightMarks marks[300];
-
-    __device__ __forceinline__ Marker<true> marker(uint32_t entry) const { return {marks[entry]}; }
 };
 
 struct AbsmaxArguments {
@@ -49,23 +35,16 @@ struct AbsmaxArguments {
     uint32_t* absmax;
 };
 
-template <uint32_t capacity, bool tracked>
+template <uint32_t capacity>
 struct RescaleArguments {
     TensorScale scales[capacity];
     uint32_t count;
     ScaleRule rule;
 };
-template <uint32_t capacity>
-struct RescaleArguments<capacity, true> : RescaleArguments<capacity, false> {
-    uint8_t* marks[capacity];
-};
 constexpr uint32_t kMostScales = 1344;
-constexpr uint32_t kMostTrackedScales = 1008;
 constexpr uint32_t kFewScales = 160;  // of most models; the launch copies all of its parameters, 4 KB for these
-static_assert(sizeof(EncodeArguments<false>) <= kParameterLimit && sizeof(EncodeArguments<true>) <= kParameterLimit &&
-                  sizeof(AbsmaxArguments) <= kParameterLimit &&
-                  sizeof(RescaleArguments<kMostScales, false>) <= kParameterLimit &&
-                  sizeof(RescaleArguments<kMostTrackedScales, true>) <= kParameterLimit,
+static_assert(sizeof(EncodeArguments) <= kParameterLimit && sizeof(AbsmaxArguments) <= kParameterLimit &&
+                  sizeof(RescaleArguments<kMostScales>) <= kParameterLimit,
               "the table must fit into the kernel's parameters");
 
 __device__ __forceinline__ void add(Magnitudes& block, const float4& x) {
@@ -80,9 +59,9 @@ __device__ __forceinline__ uint32_t encode(const Weight& w, const Rounding& roun
     return w.rotates() ? Codec::rotating(x, w.fraction(rounding, element)) : Codec::nearest(x);
 }
 
-template <class Codec, bool tracked>
-__device__ __forceinline__ void encode_lane(const Weight& w, const Marker<tracked>& marker, const Rounding& rounding,
-                                            const Lane& lane, const float4& x, float inverse) {
+template <class Codec>
+__device__ __forceinline__ void encode_lane(const Weight& w, const Rounding& rounding, const Lane& lane,
+                                            const float4& x, float inverse) {
     constexpr int kBits = 8 / Codec::kPerByte;
     const float values[4] = {x.x, x.y, x.z, x.w};
     uint32_t word = 0;
@@ -90,7 +69,6 @@ __device__ __forceinline__ void encode_lane(const Weight& w, const Marker<tracke
     for (int i = 0; i < 4; ++i) {
         word |= encode<Codec>(w, rounding, lane.element + i, values[i] * inverse) << (kBits * i);
     }
-    marker.bytes(w, lane.element / Codec::kPerByte, word, min(lane.count, 4) / Codec::kPerByte);
     uint8_t* const target = reinterpret_cast<uint8_t*>(w.data) + lane.element / Codec::kPerByte;
     store_bytes<4 / Codec::kPerByte>(target, word, lane.count / Codec::kPerByte);
 }
@@ -98,9 +76,9 @@ __device__ __forceinline__ void encode_lane(const Weight& w, const Marker<tracke
 __device__ __forceinline__ Rounding rounding_of(const Weight& w) { return w.rotates() ? w.rounding() : Rounding{}; }
 
 // Every lane of the warp calls it.
-template <class Codec, bool tracked>
-__device__ __forceinline__ void encode_strip(const Weight& w, const Marker<tracked>& marker, bool round_up, float whole,
-                                             const Rounding& rounding, const Strip& strip, const float4& x) {
+template <class Codec>
+__device__ __forceinline__ void encode_strip(const Weight& w, bool round_up, float whole, const Rounding& rounding,
+                                             const Strip& strip, const float4& x) {
     constexpr bool scaled = !std::is_void_v<typename Codec::Scale>;
     const Lane lane(strip);
     Magnitudes magnitudes;
@@ -114,16 +92,13 @@ __device__ __forceinline__ void encode_strip(const Weight& w, const Marker<track
     if (lane.count <= 0) return;
     const uint32_t first = threadIdx.x % kWarp * kPerLane;
     if (scaled && first % Codec::kBlock == 0) {
-        const uint64_t column = strip.column + first;
-        marker.template scale<Codec>(w, scale_index<Codec>(w, strip.row, column), block.scale);
-        store_scale<Codec>(w, scale_index<Codec>(w, strip.row, column), block.scale);
+        store_scale<Codec>(w, scale_index<Codec>(w, strip.row, strip.column + first), block.scale);
     }
-    encode_lane<Codec>(w, marker, rounding, lane, x, block.inverse);
+    encode_lane<Codec>(w, rounding, lane, x, block.inverse);
 }
 
-template <class Codec, bool tracked>
-__device__ __forceinline__ void encode_strips(const Weight& w, const Marker<tracked>& marker, bool round_up,
-                                              uint64_t begin) {
+template <class Codec>
+__device__ __forceinline__ void encode_strips(const Weight& w, bool round_up, uint64_t begin) {
     const uint64_t count = strip_count(w);
     const uint64_t first = begin + threadIdx.x / kWarp;
     Strip strips[kStripsPerWarp];
@@ -138,7 +113,7 @@ __device__ __forceinline__ void encode_strips(const Weight& w, const Marker<trac
     const Rounding rounding = rounding_of(w);
 #pragma unroll
     for (uint32_t k = 0; k < kStripsPerWarp; ++k) {
-        encode_strip<Codec>(w, marker, round_up, whole, rounding, strips[k], x[k]);
+        encode_strip<Codec>(w, round_up, whole, rounding, strips[k], x[k]);
     }
 }
 
@@ -149,10 +124,9 @@ __device__ __forceinline__ bool fits_groups8(const Weight& w, uint32_t per_byte)
 }
 
 // Every lane of the warp calls it; `group8` is beyond the last one where there is none.
-template <class Codec, bool tracked>
-__device__ __forceinline__ void encode_group8_of(const Weight& w, const Marker<tracked>& marker, bool round_up,
-                                                 float whole, uint64_t group8, const float* values,
-                                                 const StoredGroup8<Codec, tracked>& stored) {
+template <class Codec>
+__device__ __forceinline__ void encode_group8_of(const Weight& w, bool round_up, float whole, uint64_t group8,
+                                                 const float* values) {
     const float absmax = thread_absmax<kVector>(values);
     Magnitudes block;
     constexpr bool scaled = !std::is_void_v<typename Codec::Scale>;
@@ -164,13 +138,9 @@ __device__ __forceinline__ void encode_group8_of(const Weight& w, const Marker<t
     }
     const WeightBlock fresh = Codec::prepare(block, round_up, whole);
     if (group8 >= w.columns / kVector) return;
-    if (scaled && group8 % lanes == 0) {
-        marker.template scale<Codec>(w, group8 / lanes, fresh.scale);
-        store_scale<Codec>(w, group8 / lanes, fresh.scale);
-    }
+    if (scaled && group8 % lanes == 0) store_scale<Codec>(w, group8 / lanes, fresh.scale);
     uint32_t words[2];
     encode_group8<Codec>(words, values, fresh.inverse, absmax);
-    stored.mark(marker, group8, words);
     if constexpr (kGroup8Words<Codec> == 2) {
         reinterpret_cast<uint2*>(w.data)[group8] = make_uint2(words[0], words[1]);
     } else {
@@ -178,38 +148,34 @@ __device__ __forceinline__ void encode_group8_of(const Weight& w, const Marker<t
     }
 }
 
-template <class Codec, bool tracked>
-__device__ __forceinline__ void encode_groups8(const Weight& w, const Marker<tracked>& marker, bool round_up,
-                                               uint64_t begin) {
+template <class Codec>
+__device__ __forceinline__ void encode_groups8(const Weight& w, bool round_up, uint64_t begin) {
     const uint64_t first = begin + threadIdx.x;
     const uint64_t last = w.columns / kVector - 2 + threadIdx.x % 2;  // an even lane's or an odd lane's
     Packet<4> raw[kGroups8PerThread];
-    StoredGroup8<Codec, tracked> stored[kGroups8PerThread];
 #pragma unroll
     for (uint32_t k = 0; k < kGroups8PerThread; ++k) {
         load<4>(raw[k].words, w.values, min(first + k * kThreads, last) * kVector);
-        stored[k].load(w, min(first + k * kThreads, last));
     }
     const float whole = w.whole();
 #pragma unroll
     for (uint32_t k = 0; k < kGroups8PerThread; ++k) {
         float values[kVector];
         decode(values, raw[k], Element::kFloat32);
-        encode_group8_of(w, marker, round_up, whole, first + k * kThreads, values, stored[k]);
+        encode_group8_of<Codec>(w, round_up, whole, first + k * kThreads, values);
     }
 }
 
-template <class Codec, bool tracked>
-__global__ void __launch_bounds__(kThreads) encode_rows(const __grid_constant__ EncodeArguments<tracked> arguments) {
+template <class Codec>
+__global__ void __launch_bounds__(kThreads) encode_rows(const __grid_constant__ EncodeArguments arguments) {
     const auto place = arguments.table.find(blockIdx.x);
     const Weight& w = arguments.table.entries[place.entry];
-    const Marker<tracked> marker = arguments.marker(place.entry);
     if (fits_groups8(w, Codec::kPerByte)) {
         const uint64_t begin = uint64_t{place.unit} * kGroups8PerUnit;
         const uint64_t end = min(begin + kGroups8PerUnit, w.columns / kVector);
 #pragma unroll 1
         for (uint64_t i = begin; i < end; i += kGroups8PerRound) {
-            encode_groups8<Codec>(w, marker, arguments.round_up, i);
+            encode_groups8<Codec>(w, arguments.round_up, i);
         }
     } else {
         constexpr uint32_t kStrips = kEncodeUnit / kStrip;
@@ -217,7 +183,7 @@ __global__ void __launch_bounds__(kThreads) encode_rows(const __grid_constant__ 
         const uint64_t end = min(begin + kStrips, strip_count(w));
 #pragma unroll 1
         for (uint64_t i = begin; i < end; i += kStripsPerUnit) {
-            encode_strips<Codec>(w, marker, arguments.round_up, i);
+            encode_strips<Codec>(w, arguments.round_up, i);
         }
     }
 }
@@ -260,83 +226,38 @@ struct Tile {
     }
 };
 
-template <class Codec, bool tracked>
-__device__ __forceinline__ void encode_partial_rows(const Tile& tile, const Marker<tracked>& marker, const float4* x,
-                                                    float inverse) {
+template <class Codec>
+__device__ __forceinline__ void encode_partial_rows(const Tile& tile, const float4* x, float inverse) {
     const Rounding rounding = rounding_of(tile.w);
 #pragma unroll
     for (uint32_t k = 0; k < kRowsPerWarp; ++k) {
         const Lane lane = tile.lane(k);
-        if (lane.count > 0) encode_lane<Codec>(tile.w, marker, rounding, lane, x[k], inverse);
+        if (lane.count > 0) encode_lane<Codec>(tile.w, rounding, lane, x[k], inverse);
     }
 }
 
-// What the codes of a full tile are before, all loaded at once.
-template <bool tracked>
-struct StoredTile {
-    static_assert(kRowsPerWarp == 8 && kPerLane == 4, "marks of a lane's rows are a word");
-    uint32_t words[kRowsPerWarp];
-
-    __device__ __forceinline__ void load(const Tile& tile, const Marker<tracked>& marker) {
-        if constexpr (tracked) {
-            if (!marker.marks.codes) return;
-#pragma unroll
-            for (uint32_t k = 0; k < kRowsPerWarp; ++k) {
-                words[k] = *reinterpret_cast<const uint32_t*>(tile.w.data + tile.lane(k).element);
-            }
-        }
-    }
-    // Which of a lane's four bytes of row k are others.
-    __device__ __forceinline__ uint32_t changed(uint32_t k, uint32_t fresh) const {
-        if constexpr (tracked) return differing_bytes(words[k], fresh) << kPerLane * k;
-        return 0;
-    }
-    // `changed`: of all rows. Every lane of the warp calls it.
-    __device__ __forceinline__ static void mark(const Tile& tile, const Marker<tracked>& marker, uint32_t changed) {
-        if constexpr (tracked) {
-            if (!marker.marks.codes) return;
-            if (tile.corner % 32 == 0 && tile.w.columns % 32 == 0) {
-                marker.rows(tile.corner, tile.w.columns, kTileWarps, changed);
-                return;
-            }
-#pragma unroll
-            for (uint32_t k = 0; k < kRowsPerWarp; ++k) {
-                marker.set(marker.marks.codes, tile.lane(k).element, changed >> kPerLane * k & 0xFu);
-            }
-        }
-    }
-};
-
 // To nearest even; the elements of two rows make a group of 8.
-template <class Codec, bool tracked>
-__device__ __forceinline__ void encode_full_rows(const Tile& tile, const Marker<tracked>& marker, const float4* x,
-                                                 const StoredTile<tracked>& stored, float inverse, float absmax) {
+template <class Codec>
+__device__ __forceinline__ void encode_full_rows(const Tile& tile, const float4* x, float inverse, float absmax) {
     static_assert(Codec::kPerByte == 1, "a word for four elements");
-    uint32_t changed = 0;
 #pragma unroll
     for (uint32_t k = 0; k < kRowsPerWarp; k += 2) {
         const float values[kVector] = {x[k].x, x[k].y, x[k].z, x[k].w, x[k + 1].x, x[k + 1].y, x[k + 1].z, x[k + 1].w};
         uint32_t words[2];
         encode_group8<Codec>(words, values, inverse, absmax);
-        changed |= stored.changed(k, words[0]) | stored.changed(k + 1, words[1]);
         *reinterpret_cast<uint32_t*>(tile.w.data + tile.lane(k).element) = words[0];
         *reinterpret_cast<uint32_t*>(tile.w.data + tile.lane(k + 1).element) = words[1];
     }
-    stored.mark(tile, marker, changed);
 }
 
-template <class Codec, bool tracked>
-__global__ void __launch_bounds__(kTileThreads, 2)
-    encode_tiles(const __grid_constant__ EncodeArguments<tracked> arguments) {
+template <class Codec>
+__global__ void __launch_bounds__(kTileThreads, 2) encode_tiles(const __grid_constant__ EncodeArguments arguments) {
     const auto place = arguments.table.find(blockIdx.x);
     const Weight& w = arguments.table.entries[place.entry];
-    const Marker<tracked> marker = arguments.marker(place.entry);
     const Tile tile(w, place.unit);
     const bool full = tile.is_full();
     alignas(16) float4 x[kRowsPerWarp];
-    StoredTile<tracked> stored;
     if (full) {  // all loads at once
-        stored.load(tile, marker);
 #pragma unroll
         for (uint32_t k = 0; k < kRowsPerWarp; ++k) {
             x[k] = __ldcs(reinterpret_cast<const float4*>(w.values) + tile.lane(k).element / kPerLane);
@@ -350,14 +271,11 @@ __global__ void __launch_bounds__(kTileThreads, 2)
     Magnitudes magnitudes = magnitudes_of<kPerLane * kRowsPerWarp>(values, absmax);
     magnitudes.finite = combine_block<kTileWarps>(magnitudes.finite);
     const WeightBlock fresh = Codec::prepare(magnitudes, arguments.round_up, w.whole());
-    if (threadIdx.x == 0) {
-        marker.template scale<Codec>(w, place.unit, fresh.scale);
-        store_scale<Codec>(w, place.unit, fresh.scale);
-    }
+    if (threadIdx.x == 0) store_scale<Codec>(w, place.unit, fresh.scale);
     if (full && !w.rotates()) {
-        encode_full_rows<Codec>(tile, marker, x, stored, fresh.inverse, absmax);
+        encode_full_rows<Codec>(tile, x, fresh.inverse, absmax);
     } else {
-        encode_partial_rows<Codec>(tile, marker, x, fresh.inverse);
+        encode_partial_rows<Codec>(tile, x, fresh.inverse);
     }
 }
 
@@ -380,54 +298,46 @@ __global__ void __launch_bounds__(kThreads) absmax(const __grid_constant__ Absma
     if (threadIdx.x == 0 && largest > 0) atomicMax(arguments.absmax + place.entry, largest);
 }
 
-template <uint32_t capacity, bool tracked>
+template <uint32_t capacity>
 __global__ void __launch_bounds__(kThreads)
-    rescale_weights(const __grid_constant__ RescaleArguments<capacity, tracked> arguments) {
+    rescale_weights(const __grid_constant__ RescaleArguments<capacity> arguments) {
     const uint32_t i = blockIdx.x * kThreads + threadIdx.x;
     if (i >= arguments.count) return;
-    if constexpr (tracked) {
-        rescale_and_mark(arguments.scales[i], arguments.rule, arguments.marks[i]);
-    } else {
-        rescale(arguments.scales[i], arguments.rule);
-    }
+    rescale(arguments.scales[i], arguments.rule);
 }
 
-template <bool tracked>
-using EncodeKernel = void (*)(EncodeArguments<tracked>);
+using EncodeKernel = void (*)(EncodeArguments);
 
-template <class Codec, bool tracked>
-constexpr EncodeKernel<tracked> kernel_of() {
+template <class Codec>
+constexpr EncodeKernel kernel_of() {
     if constexpr (Codec::kTiled) {
-        return encode_tiles<Codec, tracked>;
+        return encode_tiles<Codec>;
     } else {
-        return encode_rows<Codec, tracked>;
+        return encode_rows<Codec>;
     }
 }
 
-template <bool tracked, int... formats>
-EncodeKernel<tracked> encode_kernel(int format, std::integer_sequence<int, formats...>) {
-    const EncodeKernel<tracked> kernels[] = {kernel_of<WeightCodec<static_cast<WeightFormat>(formats)>, tracked>()...};
+template <int... formats>
+EncodeKernel encode_kernel(int format, std::integer_sequence<int, formats...>) {
+    const EncodeKernel kernels[] = {kernel_of<WeightCodec<static_cast<WeightFormat>(formats)>>()...};
     return kernels[format];
 }
 
-template <bool tracked>
-EncodeKernel<tracked> encode_kernel(WeightFormat format) {
-    return encode_kernel<tracked>(static_cast<int>(format), std::make_integer_sequence<int, kCount<WeightFormat>>{});
+EncodeKernel encode_kernel(WeightFormat format) {
+    return encode_kernel(static_cast<int>(format), std::make_integer_sequence<int, kCount<WeightFormat>>{});
 }
 
-template <uint32_t capacity, bool tracked>
-void rescale_by(const std::vector<TensorScale>& scales, const std::vector<uint8_t*>& marks, const ScaleRule& rule,
-                int device, uint64_t stream) {
+template <uint32_t capacity>
+void rescale_by(const std::vector<TensorScale>& scales, const ScaleRule& rule, int device, uint64_t stream) {
     constexpr const char* kernel = "quantize_rescale";
     CudaDeviceGuard guard(kernel, device);
-    RescaleArguments<capacity, tracked> arguments;
+    RescaleArguments<capacity> arguments;
     arguments.rule = rule;
     for (size_t first = 0; first < scales.size(); first += arguments.count) {
         arguments.count = static_cast<uint32_t>(std::min<size_t>(scales.size() - first, capacity));
         std::copy_n(scales.begin() + first, arguments.count, arguments.scales);
-        if constexpr (tracked) std::copy_n(marks.begin() + first, arguments.count, arguments.marks);
         const uint32_t grid = (arguments.count + kThreads - 1) / kThreads;
-        rescale_weights<capacity, tracked><<<grid, kThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(arguments);
+        rescale_weights<capacity><<<grid, kThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(arguments);
         check_cuda(cudaGetLastError(), kernel, device);
     }
 }
@@ -437,14 +347,11 @@ void rescale_by(const std::vector<TensorScale>& scales, const std::vector<uint8_
 void load_quantize_kernels(int device) {
     CudaDeviceGuard guard("quantize", device);
     for (int format = 0; format < kCount<WeightFormat>; ++format) {
-        load_kernel(encode_kernel<false>(static_cast<WeightFormat>(format)), "quantize_encode", device);
-        load_kernel(encode_kernel<true>(static_cast<WeightFormat>(format)), "quantize_encode", device);
+        load_kernel(encode_kernel(static_cast<WeightFormat>(format)), "quantize_encode", device);
     }
     load_kernel(absmax, "quantize_absmax", device);
-    load_kernel(rescale_weights<kFewScales, false>, "quantize_rescale", device);
-    load_kernel(rescale_weights<kMostScales, false>, "quantize_rescale", device);
-    load_kernel(rescale_weights<kFewScales, true>, "quantize_rescale", device);
-    load_kernel(rescale_weights<kMostTrackedScales, true>, "quantize_rescale", device);
+    load_kernel(rescale_weights<kFewScales>, "quantize_rescale", device);
+    load_kernel(rescale_weights<kMostScales>, "quantize_rescale", device);
     load_kernel(decode_strips, "quantize_decode", device);
     load_kernel(decode_groups8, "quantize_decode", device);
 }
@@ -463,44 +370,37 @@ void absmax_cuda(const std::vector<Values>& tensors, float* result, int device, 
     });
 }
 
-void rescale_cuda(const std::vector<TensorScale>& scales, const std::vector<uint8_t*>& marks, const ScaleRule& rule,
-                  int device, uint64_t stream) {
+void rescale_cuda(const std::vector<TensorScale>& scales, const ScaleRule& rule, int device, uint64_t stream) {
     const bool few = scales.size() <= kFewScales;
-    const auto rescale = marks.empty() ? (few ? rescale_by<kFewScales, false> : rescale_by<kMostScales, false>)
-                                       : (few ? rescale_by<kFewScales, true> : rescale_by<kMostTrackedScales, true>);
-    rescale(scales, marks, rule, device, stream);
+    const auto rescale = few ? rescale_by<kFewScales> : rescale_by<kMostScales>;
+    rescale(scales, rule, device, stream);
 }
 
 namespace {
 
-template <bool tracked>
-void launch_encode(const std::vector<Weight>& weights, const std::vector<WeightMarks>& marks, const WeightKind& kind,
-                   int device, uint64_t stream) {
+void launch_encode(const std::vector<Weight>& weights, const WeightKind& kind, int device, uint64_t stream) {
     constexpr const char* kernel = "quantize_encode";
     CudaDeviceGuard guard(kernel, device);
     const WeightTraits traits = traits_of(kind.format);
     const auto units = [&](const Weight& w) {
         return traits.tiled ? tile_count(w) : ceil_divide(strip_count(w), kEncodeUnit / kStrip);
     };
-    EncodeArguments<tracked> arguments{};
+    EncodeArguments arguments{};
     arguments.round_up = kind.round_up;
     for_each_table(arguments.table, weights, units, [&]([[maybe_unused]] size_t first, uint32_t grid) {
-        if constexpr (tracked) std::copy_n(marks.begin() + first, arguments.table.count, arguments.marks);
         const uint32_t threads = traits.tiled ? kTileThreads : kThreads;
-        encode_kernel<tracked>(kind.format)<<<grid, threads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(arguments);
+        encode_kernel(kind.format)<<<grid, threads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(arguments);
         check_cuda(cudaGetLastError(), kernel, device);
     });
 }
 
 }  // namespace
 
-void encode_cuda(const std::vector<Weight>& weights, const std::vector<WeightMarks>& marks, const WeightKind& kind,
-                 int device, uint64_t stream) {
+void encode_cuda(const std::vector<Weight>& weights, const WeightKind& kind, int device, uint64_t stream) {
     std::vector<Weight> flat;
     flat.reserve(weights.size());
     for (const Weight& weight : weights) flat.push_back(flattened(weight, traits_of(kind.format)));
-    const auto launch = marks.empty() ? launch_encode<false> : launch_encode<true>;
-    launch(flat, marks, kind, device, stream);
+    launch_encode(flat, kind, device, stream);
 }
 
 void decode_cuda(const Weight& weight, WeightFormat format, Element type, int device, uint64_t stream) {

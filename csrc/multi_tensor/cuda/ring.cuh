@@ -3,7 +3,6 @@
 // nothing but the warp must wait for it.
 #pragma once
 
-#include "cuda/changes.cuh"
 #include "cuda/packets.cuh"
 #include "cuda/table.cuh"
 #include "cuda/warp.cuh"
@@ -78,12 +77,11 @@ struct Pace {
     static constexpr bool kInt8 = Formats::format == Format::kInt8;
     static constexpr bool kNoMaster = Formats::master == Master::kParameter;
     static constexpr bool kLittleToRead = kInt8 && (kNoMaster || master_bytes(Formats::master) == 1);
-    static constexpr bool kReplacesCodes = Formats::tracked && Formats::has_weights;  // and reads them
 
     static constexpr int kTilesPerChunk = !Formats::scaled     ? 1
                                           : kInt8 && kNoMaster ? kMaxTilesPerChunk
                                                                : kMaxTilesPerChunk / 2;
-    static constexpr uint32_t kTilesAhead = kReplacesCodes ? 2 : kLittleToRead || Formats::has_weights ? 3 : 4;
+    static constexpr uint32_t kTilesAhead = kLittleToRead || Formats::has_weights ? 3 : 4;
 };
 
 // `usual`: see View::is_usual. What is not needs more room for a tile, and has fewer on their way.
@@ -93,7 +91,6 @@ struct Ring {
     static constexpr bool kReadsParam = master == Master::kParameter && reads_param(Formats::rule);
     static constexpr bool kHasParam = kReadsParam || is_remainder(master);
     static constexpr bool kHasMaster = master != Master::kParameter;
-    static constexpr bool kHasCodes = Pace<Formats>::kReplacesCodes;
     static constexpr int kMasterBytes = kHasMaster ? master_bytes(master) : 0;
     static constexpr int kStateBytes = format_bytes(Formats::format);
     static constexpr int kStateCount = state_count(Formats::rule);
@@ -103,19 +100,12 @@ struct Ring {
     static constexpr uint32_t kParam = kTile * kMostBytes;  // where streams begin; gradients come first
     static constexpr uint32_t kMaster = kParam + kTile * kParamBytes;
     static constexpr uint32_t kStates = kMaster + kTile * kMasterBytes;  // one after the other
-    static constexpr uint32_t kCodes = kStates + kStateCount * kTile * kStateBytes;
-    static constexpr uint32_t kTileBytes = kCodes + (kHasCodes ? kTile : 0);
+    static constexpr uint32_t kTileBytes = kStates + kStateCount * kTile * kStateBytes;
     static constexpr uint32_t kStages = usual ? Pace<Formats>::kTilesAhead : 2;
     static constexpr uint32_t kBytes = kStages * kTileBytes;
 
     const View& view;
     char* memory;
-
-    // At least 512 bytes that are the warp's alone, once it has taken the stage's tile: where its gradients were, and
-    // no other warp's are.
-    __device__ __forceinline__ char* of_stage(uint32_t stage) const {
-        return of_warp(memory + stage * kTileBytes, view.grad_type() == Element::kFloat32 ? 4 : 2);
-    }
 
     // Begins the copies of a tile, if the chunk has it.
     __device__ __forceinline__ void fetch_tile(uint32_t element, uint32_t stage) const {
@@ -128,9 +118,6 @@ struct Ring {
             if constexpr (kStateCount > 0) fetch<kStateBytes>(tile + kStates, view.states[0], element);
             if constexpr (kStateCount > 1)
                 fetch<kStateBytes>(tile + kStates + kTile * kStateBytes, view.states[1], element);
-            if constexpr (kHasCodes) {
-                if (replaces_codes<true>(view)) fetch<1>(tile + kCodes, view.param, element);
-            }
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
     }
@@ -149,9 +136,6 @@ struct Ring {
             constexpr int i = decltype(state)::value;
             take<kStateBytes>(raw.states[i].words, tile + kStates + i * kTile * kStateBytes);
         });
-        if constexpr (kHasCodes) {
-            if (replaces_codes<true>(view)) take<1>(raw.earlier.stored, tile + kCodes);
-        }
         __syncwarp();
     }
 };

@@ -20,8 +20,6 @@ constexpr int kMaxTilesPerChunk = 16;
 constexpr int kChunksPerBlock = 8;  // wanted at least, to balance the load
 constexpr int kMaxShards = 396;
 constexpr int kMaxShardsWithWeights = 334;  // where some may be quantized
-constexpr int kMaxTrackedShards = 357;      // the same where changes are marked
-constexpr int kMaxTrackedShardsWithWeights = 283;
 constexpr int kMaxGroups = 16;
 constexpr int kMaxGeometries = 24;
 constexpr int kBuckets = 256;
@@ -91,23 +89,9 @@ struct KernelTableWithWeights : KernelTable<capacity> {
 };
 using WeightsTable = KernelTableWithWeights<kMaxShardsWithWeights>;
 
-// The same of steps that mark what they change.
-struct TrackedTable : KernelTable<kMaxTrackedShards> {
-    uint64_t changes[kShards];
-    bool overwrites;  // as in Step
-};
-struct TrackedWeightsTable : KernelTableWithWeights<kMaxTrackedShardsWithWeights> {
-    uint64_t changes[kShards];
-    uint64_t scale_changes[kShards];
-    bool overwrites;  // as in Step
-};
-
 template <class Table>
-constexpr bool kHasWeights = std::is_same_v<Table, WeightsTable> || std::is_same_v<Table, TrackedWeightsTable>;
-template <class Table>
-constexpr bool kIsTracked = std::is_same_v<Table, TrackedTable> || std::is_same_v<Table, TrackedWeightsTable>;
-static_assert(sizeof(BasicTable) <= kParameterLimit && sizeof(WeightsTable) <= kParameterLimit &&
-                  sizeof(TrackedTable) <= kParameterLimit && sizeof(TrackedWeightsTable) <= kParameterLimit,
+constexpr bool kHasWeights = std::is_same_v<Table, WeightsTable>;
+static_assert(sizeof(BasicTable) <= kParameterLimit && sizeof(WeightsTable) <= kParameterLimit,
               "the table must fit into the kernel's parameters");
 
 namespace {
@@ -200,21 +184,6 @@ struct View {
     }
 };
 
-// Where the changes of a chunk are marked: bits of its elements, and those of the scales of its whole shard.
-struct Changes {
-    uint64_t elements;
-    uint64_t scales;
-    bool overwrites;  // as in Step
-
-    template <class Table>
-    __device__ __forceinline__ void prepare(const Table& table, uint32_t shard, uint64_t begin) {
-        elements = table.changes[shard] ? table.changes[shard] + begin / 8 : 0;
-        overwrites = table.overwrites;
-        if constexpr (kHasWeights<Table>) scales = table.scale_changes[shard];
-    }
-};
-__shared__ Changes changes_of_chunk;  // only of kernels that mark them
-
 // What the threads of a block share, at a place that every function knows.
 struct alignas(kLine) Block {
     View view;
@@ -234,7 +203,6 @@ struct alignas(kLine) Block {
         uint32_t shard = table.bucket_shard[chunk >> table.bucket_log2];
         while (chunk >= table.first_chunk[shard + 1]) ++shard;
         view.prepare(table, shard, static_cast<uint64_t>(chunk - table.first_chunk[shard]) * table.chunk);
-        if constexpr (kIsTracked<Table>) changes_of_chunk.prepare(table, shard, view.first);
         const uint32_t group = view.info.group;
         scalars = table.device_scalars ? table.device_scalars[group] : table.scalars[group];
     }

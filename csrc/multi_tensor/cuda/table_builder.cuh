@@ -38,10 +38,7 @@ class TableBuilder {
 public:
     using Table = typename Kernel::Table;
 
-    explicit TableBuilder(Kernel& kernel, bool overwrites = false) : kernel_(kernel) {
-        if constexpr (kIsTracked<Table>) table_.overwrites = overwrites;
-        reset();
-    }
+    explicit TableBuilder(Kernel& kernel) : kernel_(kernel) { reset(); }
 
     bool add_group(const Scalars& scalars) {
         if (table_.group_count == kMaxGroups) return false;
@@ -65,8 +62,6 @@ public:
             table_.weight_scales[i] = s.weight_scales;
             table_.absmax[i] = s.absmax;
         }
-        if constexpr (kIsTracked<Table>) table_.changes[i] = s.changes;
-        if constexpr (kIsTracked<Table> && kHasWeights<Table>) table_.scale_changes[i] = s.scale_changes;
         ShardInfo info{};
         info.master_low = static_cast<uint32_t>(s.master_kind) & 3u;
         info.master_high = static_cast<uint32_t>(s.master_kind) >> 2;

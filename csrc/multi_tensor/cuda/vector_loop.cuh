@@ -2,9 +2,7 @@
 // decodes, updates, finds the block's absmax by warp shuffles, encodes and stores.
 #pragma once
 
-#include "cuda/changes.cuh"
 #include "cuda/codecs.cuh"
-#include "cuda/marks_of_chunk.cuh"
 #include "cuda/packets.cuh"
 #include "cuda/ring.cuh"
 #include "cuda/table.cuh"
@@ -94,14 +92,12 @@ __device__ __forceinline__ void decode_param(float* values, const View& view, Pa
 }
 
 // Writes a thread's codes of a quantized weight and the scale of their block. Called by all lanes of a warp.
-template <bool tracked>
 struct StoreWeight {
     const View& view;
     uint32_t element;
     const float* values;
     float absmax;     // infinity or NaN if some value is
     uint32_t finite;  // bits of the largest finite magnitude
-    Earlier& earlier;
 
     template <class Codec>
     __device__ __forceinline__ void operator()(Codec) const {
@@ -132,14 +128,11 @@ struct StoreWeight {
     __device__ __forceinline__ void encode(float inverse) const {
         uint32_t words[2];
         encode_group8<Codec>(words, values, inverse, absmax);
-        if constexpr (tracked) earlier.changed = changed_codes(earlier.stored, words);
         store<1>(words, view.param, element);
     }
 };
 
-template <bool tracked>
-__device__ __forceinline__ void store_weight(const View& view, uint32_t element, const float* values,
-                                             Earlier& earlier) {
+__device__ __forceinline__ void store_weight(const View& view, uint32_t element, const float* values) {
     const float absmax = thread_absmax<kVector>(values);
     const uint32_t finite = magnitudes_of<kVector>(values, absmax).finite;
     if (view.absmax) {
@@ -147,7 +140,7 @@ __device__ __forceinline__ void store_weight(const View& view, uint32_t element,
         if (threadIdx.x % kWarp == 0) atomicMax(&block->weight_absmax, of_warp);
     }
     if (!view.param) return;
-    dispatch_weight(view.weight_format(), StoreWeight<tracked>{view, element, values, absmax, finite, earlier});
+    dispatch_weight(view.weight_format(), StoreWeight{view, element, values, absmax, finite});
 }
 
 // Writes an FP16 master and leaves in `values` what it is now.
@@ -164,8 +157,7 @@ __device__ __forceinline__ void store_float16_master(const View& view, uint32_t 
 
 template <class Formats>
 __device__ __forceinline__ void store_param(const View& view, uint32_t element, const float* before, float* values,
-                                            uint32_t group8, const Rounding& rounding, float* master_scale,
-                                            Earlier& earlier) {
+                                            uint32_t group8, const Rounding& rounding, float* master_scale) {
     if constexpr (Formats::master == Master::kParameter) {
         store<true>(values, group8, rounding, view.param_type(), view.param, element);
     } else if constexpr (!is_remainder(Formats::master)) {
@@ -174,9 +166,7 @@ __device__ __forceinline__ void store_param(const View& view, uint32_t element, 
         } else {
             store<false>(values, 0, rounding, Element::kFloat32, view.master, element);
         }
-        if (Formats::has_weights && view.info.quantized) {
-            return store_weight<Formats::tracked>(view, element, values, earlier);
-        }
+        if (Formats::has_weights && view.info.quantized) return store_weight(view, element, values);
         store<false>(values, 0, rounding, view.param_type(), view.param, element);
     } else {
         constexpr int low_bytes = master_bytes(Formats::master);
@@ -248,12 +238,6 @@ template <class Formats, class Packet4 = Packet<4>>
 struct Raw {
     Packet4 grad{}, param{}, master{};  // zeros: unset words would stay alive across iterations
     Packet<format_bytes(Formats::format)> states[state_places(Formats::rule)]{};
-    Earlier earlier;  // of kernels that mark changes
-
-    __device__ __forceinline__ void keep_halves() {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) earlier.stored[k] = param.words[k];
-    }
 
     __device__ __forceinline__ void load_all(const View& view, uint32_t element) {
         load(grad, view.grad_type(), view.grad, element);
@@ -262,7 +246,6 @@ struct Raw {
             constexpr int i = decltype(state)::value;
             AccessOf<Formats, i>::load_raw(states[i], view.state_format(i), view.states[i], element);
         });
-        if constexpr (Formats::tracked) load_earlier<Formats::has_weights>(earlier, view, element);
     }
 };
 
@@ -314,7 +297,6 @@ struct Values {
         decode(grad, raw.grad, view.grad_type());
         const Master master = Formats::master_of(view.master_kind());
         const bool scaled = is_scaled(master);
-        if (Formats::tracked && is_remainder(master)) raw.keep_halves();
         decode_param<Formats, Packet4>(param, view, raw.param, raw.master, scaled ? block->master_scales[scale] : 0.0f);
         each_state<Formats::rule>([&](auto state) {
             constexpr int i = decltype(state)::value;
@@ -326,7 +308,7 @@ struct Values {
 
 template <class Formats>
 __device__ __forceinline__ void update_vector(const View& view, const Scalars& scalars, Values<Formats>& values,
-                                              uint32_t element, Earlier& earlier) {
+                                              uint32_t element) {
     Format formats[state_places(Formats::rule)];
     bool states_rotate = false;
     each_state<Formats::rule>([&](auto state) {
@@ -347,13 +329,7 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
     if (states_rotate || master_rotates(master, view.param_type())) {
         group8 = scalars.rounding.group8(view.key, view.global_index(element));
     }
-    store_param<Formats>(view, element, before, param, group8, scalars.rounding, master_scale, earlier);
-    if constexpr (Formats::tracked) {
-        if (!Formats::has_weights || !view.info.quantized) {
-            earlier.changed =
-                changed_group8(master, view.param_type(), before, param, earlier.stored, group8, scalars.rounding);
-        }
-    }
+    store_param<Formats>(view, element, before, param, group8, scalars.rounding, master_scale);
     each_state<Formats::rule>([&](auto state) {
         constexpr int i = decltype(state)::value;
         AccessOf<Formats, i>::store_all(view, i, formats[i], element, values.states[i], largest, root, group8,
@@ -401,7 +377,6 @@ __device__ __forceinline__ void write_scales(const View& view, uint32_t blocks) 
     }
 }
 
-template <bool tracked>
 struct CopyWeightScales {
     const View& view;
 
@@ -409,21 +384,16 @@ struct CopyWeightScales {
     __device__ __forceinline__ void operator()(Codec) const {
         using Scale = typename Codec::Scale;
         if constexpr (kWrittenByUpdate<Codec> && !std::is_void_v<Scale>) {
-            const auto target = reinterpret_cast<Scale*>(view.weight_scales);
-            const auto source = reinterpret_cast<const Scale*>(block->weight_scales);
-            if constexpr (tracked) {
-                copy_scales_and_mark(target, source, view.vector_count / Codec::kBlock, view.first / Codec::kBlock);
-            } else {
-                copy_scales(target, source, view.vector_count / Codec::kBlock);
-            }
+            copy_scales(reinterpret_cast<Scale*>(view.weight_scales),
+                        reinterpret_cast<const Scale*>(block->weight_scales), view.vector_count / Codec::kBlock);
         }
     }
 };
 
 template <class Formats>
 __device__ __forceinline__ void update_elements(const View& view, const Scalars& scalars, Values<Formats>& values,
-                                                uint32_t element, Earlier& earlier) {
-    update_vector<Formats>(view, scalars, values, element, earlier);
+                                                uint32_t element) {
+    update_vector<Formats>(view, scalars, values, element);
     if (block->scalars.writes_gradient) store_unscaled(view, scalars, element);
 }
 
@@ -435,18 +405,13 @@ __device__ __forceinline__ void loop_loading(const View& view, const Scalars& sc
         raw.load_all(view, element);
         Values<Formats> values;
         values.decode_all(view, raw, element);
-        update_elements<Formats>(view, scalars, values, element, raw.earlier);
-        if constexpr (Formats::tracked) mark_group8<Formats::has_weights>(view, element, raw.earlier);
+        update_elements<Formats>(view, scalars, values, element);
     }
 }
-
-template <class Formats>
-using Marks = std::conditional_t<Formats::tracked, MarksOfChunk<Pace<Formats>::kTilesPerChunk>, NoMarks>;
 
 // The next tiles are on their way while one is updated.
 template <class Formats, bool usual>
 __device__ __forceinline__ void loop_staged(const View& view, const Scalars& scalars, Ring<Formats, usual> ring) {
-    Marks<Formats> marks;
     uint32_t stage = 0;
 #pragma unroll 1
     for (uint32_t element = threadIdx.x * kVector; element < view.vector_count; element += kTile) {
@@ -454,15 +419,10 @@ __device__ __forceinline__ void loop_staged(const View& view, const Scalars& sca
         ring.take_tile(raw, stage);
         Values<Formats> values;
         values.decode_all(view, raw, element);
-        const uint32_t ahead = element + ring.kStages * kTile;
-        marks.fetch(view, ahead / kTile, ring.of_stage(stage));
-        ring.fetch_tile(ahead, stage);
-        update_elements<Formats>(view, scalars, values, element, raw.earlier);
-        marks.put(raw.earlier.changed);
+        ring.fetch_tile(element + ring.kStages * kTile, stage);
+        update_elements<Formats>(view, scalars, values, element);
         stage = stage + 1 == ring.kStages ? 0 : stage + 1;
     }
-    constexpr uint32_t behind = Pace<Formats>::kTilesPerChunk % ring.kStages;  // the stage of the tile behind the last
-    marks.template write<Formats::has_weights>(view, ring.of_stage(behind), ring.of_stage((behind + 1) % ring.kStages));
 }
 
 template <class Formats, bool usual>
@@ -485,8 +445,7 @@ __device__ __forceinline__ void loop_over_chunk(const View& view) {
     __syncthreads();
     write_scales<Formats>(view, blocks);
     if constexpr (Formats::has_weights) {
-        if (view.info.quantized && view.param)
-            dispatch_weight(view.weight_format(), CopyWeightScales<Formats::tracked>{view});
+        if (view.info.quantized && view.param) dispatch_weight(view.weight_format(), CopyWeightScales{view});
     }
 }
 

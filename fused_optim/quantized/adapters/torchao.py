@@ -72,10 +72,6 @@ def place(param: Tensor, part: str) -> Place:
     raise NotImplementedError(f"{type(local_tensor(param)).__name__}: where its {part} lies is not known")
 
 
-def marks(param: Tensor) -> tuple[str, ...]:
-    return ()
-
-
 def needs_collective(param: Tensor) -> bool:
     return False  # one scale per row
 

@@ -217,10 +217,6 @@ def place(param: Tensor, part: str) -> Place:
     raise NotImplementedError(f"{type(local_tensor(param)).__name__}: where its {part} lies is not known")
 
 
-def marks(param: Tensor) -> tuple[str, ...]:
-    return ()
-
-
 def needs_collective(param: Tensor) -> bool:
     """Where one scale is computed for all of a weight, by a reduction within ``quantize_``."""
     return bool(_reducing(local_tensor(param))) and bool(sharding_dims(param))

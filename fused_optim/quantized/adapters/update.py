@@ -104,13 +104,6 @@ def place(param: Tensor, part: str) -> Place:
     return Place(local.recipe.component_shape(component, whole), offset[: len(local.components[part].shape)])
 
 
-def marks(param: Tensor) -> tuple[str, ...]:
-    """Not codes and scales of blocks that ranks share: these are written more than once."""
-    local = local_weight(param)
-    of_blocks = () if local.rows_before or _shares_blocks(param) else ("data", "scale")
-    return tuple(name for name in parts(param) if name == "tensor_scale" or name in of_blocks)
-
-
 def needs_collective(param: Tensor) -> bool:
     """Whether new values of this parameter need a reduction over ranks."""
     return (local_weight(param).recipe.scales_whole_tensor and bool(sharding_dims(param))) or _shares_blocks(param)
@@ -167,14 +160,13 @@ class Batch:
         self._reduced = _Absmaxes([update for _, update in reduced])
         self._rescaled = [i for i, (_, update) in enumerate(reduced) if update.values is not None]
         weights = [(reduced[i][0].recipe, reduced[i][0].components) for i in self._rescaled]
-        marked = [(reduced[i][1].changes or {}).get("tensor_scale") for i in self._rescaled]
-        self._scales = codec.Scales(weights, self._of_rescaled(self._reduced.in_place), marked)
+        self._scales = codec.Scales(weights, self._of_rescaled(self._reduced.in_place))
         self._initials = Initials([local for local, _ in changed])
         written = [local for local, update in changed if update.written]
         self._written = codec.countable(x.components[name] for x in written for name in x.recipe.of_elements)
         encodings = {
             update.param: (
-                Encoding(local.recipe, local.components, update.values, update.fractions, update.changes or {}),
+                Encoding(local.recipe, local.components, update.values, update.fractions),
                 local.rows_before,
             )
             for local, update in changed

@@ -7,9 +7,7 @@ looks on: a compiler or a dispatch mode would not see what the engine does.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import MappingProxyType
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +15,6 @@ from torch import Tensor
 
 from fused_optim.adapters import Fractions
 from fused_optim.backends import backend_for, forced_backend, load_engine
-from fused_optim.backends.changed_bits import compare, raw_bits
 from fused_optim.backends.compiled import address, increment_versions, run_on, tensor_reader
 from fused_optim.backends.engine import Engine, EngineNumbers
 from fused_optim.backends.tables import ScaleStage
@@ -29,17 +26,13 @@ _TABLE = ("data", "scale", "tensor_scale")
 _Column = EngineNumbers | list[int]  # of the engines' tables
 
 
-_NOT_TRACKED: Mapping[str, Tensor] = MappingProxyType({})
-
-
 class Encoding(NamedTuple):
-    """New FP32 values of one weight. ``changes``: bits of its codes and scales, set where these change."""
+    """New FP32 values of one weight."""
 
     recipe: Recipe
     components: Components
     values: Tensor
     fractions: Fractions | None = None
-    changes: Mapping[str, Tensor] = _NOT_TRACKED
 
 
 def absmax(recipes: Sequence[Recipe], values: Sequence[Tensor | None], device: torch.device) -> Tensor:
@@ -82,26 +75,15 @@ class Scales:
     """The scales of whole weights, of those that have them: which are alike is found out once.
 
     ``absmaxes``: of shape ``(1,)``, one per weight, where these are in the same memory at each :meth:`rescale`.
-    ``changes``: a weight's bits, the first of which is set where its scale changes; None of one that is not tracked.
     """
 
     def __init__(
         self,
         weights: Sequence[tuple[Recipe, Components]],
         absmaxes: Sequence[Tensor] | None = None,
-        changes: Sequence[Tensor | None] = (),
     ) -> None:
         self._alike = [
-            (
-                members,
-                _AlikeScales(
-                    device,
-                    recipe,
-                    [weights[i][1] for i in members],
-                    _some(absmaxes, members),
-                    [changes[i] for i in members if changes],
-                ),
-            )
+            (members, _AlikeScales(device, recipe, [weights[i][1] for i in members], _some(absmaxes, members)))
             for (device, recipe), members in _alike(weights).items()
             if recipe.scales_whole_tensor
         ]
@@ -130,7 +112,6 @@ class _AlikeScales:
         recipe: Recipe,
         components: Sequence[Components],
         absmaxes: list[Tensor] | None,
-        changes: list[Tensor | None],
     ) -> None:
         self._device, self._recipe, self._components, self._absmaxes = device, recipe, components, absmaxes
         self._engine = _engine_of(device.type, forced_backend())
@@ -139,8 +120,6 @@ class _AlikeScales:
         self._histories = [part["amax_history"] for part in components] if has_history else []
         self._nothing = _kept(self._engine, [0] * len(components))
         self._measured = None if absmaxes is None else _kept(self._engine, [x.data_ptr() for x in absmaxes])
-        self._changes = changes if any(bits is not None for bits in changes) else []
-        self._marked = _kept(self._engine, [address(bits) for bits in self._changes])
         # Addresses of scales and histories, taken before an update and used again after it.
         self._found: tuple[_Column | None, _Column | None] | None = None
         self._countable_scales = countable(x for x in self._scales if x is not None)
@@ -151,22 +130,13 @@ class _AlikeScales:
         if kernel is not None and kernel.history == 0:
             return
         if not self._derive(None, applies, ScaleStage.BEFORE):
-            with self._comparing():
-                for part in self._components:
-                    self._recipe.prepare(part, applies)
+            for part in self._components:
+                self._recipe.prepare(part, applies)
 
     def rescale(self, absmaxes: list[Tensor] | None, applies: Tensor | None, advance: bool) -> None:
         if not self._derive(absmaxes, applies, ScaleStage.AFTER if advance else ScaleStage.AGAIN):
-            with self._comparing():
-                for part, absmax in zip(self._components, absmaxes or self._absmaxes or (), strict=True):
-                    self._recipe.rescale(part, absmax[0], applies, advance)
-
-    @contextmanager
-    def _comparing(self) -> Iterator[None]:
-        scales = [(bits, part["tensor_scale"]) for bits, part in zip(self._changes, self._components, strict=False)]
-        before = [(bits, scale, raw_bits(scale).clone()) for bits, scale in scales if bits is not None]
-        yield
-        compare((bits, old, raw_bits(scale)) for bits, scale, old in before)
+            for part, absmax in zip(self._components, absmaxes or self._absmaxes or (), strict=True):
+                self._recipe.rescale(part, absmax[0], applies, advance)
 
     def _derive(self, absmaxes: list[Tensor] | None, applies: Tensor | None, stage: ScaleStage) -> bool:
         """Whether the engine could do it."""
@@ -194,7 +164,6 @@ class _AlikeScales:
             most_recent=kernel.most_recent,
             stage=stage,
             applies=address(applies),
-            changes=self._marked,
             **run_on(self._device),
         )
         if stage is not ScaleStage.BEFORE:  # an update's writes of a scale count as one, at its end
@@ -250,9 +219,6 @@ class _AlikeEncodings:
         self._written = countable(
             x.components[name] for x in weights for name in ("data", "scale") if name in x.components
         )
-        is_tracked = any(weight.changes for weight in weights)
-        marks = [[address(x.changes.get(name)) for x in weights] if is_tracked else [] for name in ("data", "scale")]
-        self._marks = [_kept(self._engine, column) for column in marks]
         self._has_fp32 = all(x.values.dtype == torch.float32 and x.values.device == device for x in weights)
 
     @functools.cached_property
@@ -287,8 +253,6 @@ class _AlikeEncodings:
             roundings=self._roundings,
             format=kernel.format,
             round_up=kernel.round_up,
-            changes=self._marks[0],
-            scale_changes=self._marks[1],
             **run_on(self._device),
         )
         increment_versions(self._written)
@@ -306,10 +270,7 @@ class _AlikeEncodings:
     def _encode_by_recipe(self) -> None:
         for weight in self._weights:
             fractions = None if weight.fractions is None else weight.fractions.tensor(self._device)
-            stored = {name: weight.components[name] for name in ("data", "scale") if name in weight.changes}
-            before = {name: raw_bits(part).clone() for name, part in stored.items()}
             self._recipe.encode(weight.values, weight.components, fractions)
-            compare((weight.changes[name], before[name], raw_bits(part)) for name, part in stored.items())
 
 
 def decode(recipe: Recipe, components: Components, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -1,115 +1,74 @@
-"""What steps change is known, element by element: every format, master and backend, against full copies."""
+"""What has changed is known, element by element, whatever has written it: against full copies."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from change_cases import MASTERS, RECIPES, STATES, Expected, Model, set_gradients
-from fused_optim import enable_gradient_release, muon_param_groups
-from fused_optim.backends.compiled import CompiledShards
-from fused_optim.backends.engine import CachedShard
-from fused_optim.memory.by_parameter import Held
+from change_cases import RECIPES, Expected, Model, set_gradients
+from fused_optim import enable_gradient_release
+from fused_optim.backends import changed_bits
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
-from fused_optim.state import changes
-from fused_optim.state.changes import WHOLE, ChangeTracker, Shard, StepChanges
 from pairwise import pairwise
 from peers import FusedAdam, FusedAdamW, FusedLion, FusedMuon
 
-RATES = [1e-6, 1e-4, 1e-2]
+
+@pytest.fixture(params=["device", "host"])
+def where(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
-def run(model: nn.Module, optimizer: Any, takes: tuple[int, ...] = (1, 2, 3), scale: float = 1.0) -> None:
+def run(model: nn.Module, optimizer: Any, where: str = "device", takes: tuple[int, ...] = (1, 2, 3)) -> None:
     """Steps, and a take after so many of them, each time compared."""
-    optimizer.track_changes()
+    optimizer.track_changes(where=where)
     expected = Expected(model)
     seed = 0
     for steps in takes:
         for _ in range(steps):
-            set_gradients(model, seed, scale)
+            set_gradients(model, seed)
             optimizer.step()
-            expected.look()
             seed += 1
         expected.check(optimizer.take_changes(model), some=False)
     expected.check(optimizer.take_changes(model), some=False)
 
 
-# Not all masters x states x rates: each two of them.
-@pytest.mark.parametrize("master, state, lr", pairwise(list(MASTERS), list(STATES), RATES))
-def test_all_formats(device: str, master: str, state: str, lr: float) -> None:
-    dtype, options = MASTERS[master]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lr", [1e-6, 1e-2])
+def test_dtypes(device: str, where: str, dtype: torch.dtype, lr: float) -> None:
     model = Model(dtype, device)
-    run(model, FusedAdamW(model.parameters(), lr=lr, state_dtype=state, **options))
+    run(model, FusedAdamW(model.parameters(), lr=lr), where)
 
 
-MANY = {"chunks": (32, 1024), "part": (11, 1000), "odd": (9001,)}  # tiles of 1,024 elements, whole and in part
+# Units of the comparing kernel have 8,192 elements: whole ones, parts, and one that begins where no vector does.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_elements(device: str, where: str, dtype: torch.dtype) -> None:
+    model = Model(dtype, device, {"whole": (32, 1024), "part": (11, 1000), "odd": (9001,), "one": ()})
+    model.unaligned = nn.Parameter(torch.randn(20_001, device=device).to(dtype)[1:])
+    run(model, FusedAdamW(model.parameters(), lr=1e-5), where, takes=(1, 2))
 
 
-@pytest.mark.parametrize("master, state, lr", pairwise(list(MASTERS), list(STATES), RATES))
-def test_many_elements(device: str, master: str, state: str, lr: float) -> None:
-    dtype, options = MASTERS[master]
-    model = Model(dtype, device, MANY)
-    run(model, FusedAdamW(model.parameters(), lr=lr, state_dtype=state, **options), takes=(1, 2))
+def test_pieces_are_put_together(device: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changed_bits, "_COMPARED", 256)
+    model = Model(torch.bfloat16, device)
+    run(model, FusedAdamW(model.parameters(), lr=1e-4), where)
 
 
-@pytest.mark.parametrize(
-    "recipe, state, master",
-    pairwise(RECIPES, ["fp32", "int8"], [{}, {"master_weight_dtype": torch.float16}]),
-    ids=str,
-)
-def test_quantized_weights(device: str, recipe: Any, state: str, master: dict[str, Any]) -> None:
+@pytest.mark.parametrize("rule, recipe", pairwise([FusedAdamW, FusedLion, FusedMuon], RECIPES), ids=str)
+def test_quantized_weights(device: str, where: str, rule: Any, recipe: Any) -> None:
     """Codes and scales, whichever pass writes them."""
-    model = nn.Sequential(nn.Linear(256, 256, bias=True), nn.Linear(256, 128, bias=False)).to(device, torch.bfloat16)
-    quantize_model_(model, recipe)
-    run(model, FusedAdamW(model.parameters(), lr=1e-3, state_dtype=state, **master))
-
-
-MASTERS_OF_QUANTIZED = [{}, {"master_weight_dtype": torch.float16}, {"master_bits": 0}]
-
-
-@pytest.mark.parametrize(
-    "rule, recipe, state, master",
-    pairwise([FusedLion, FusedMuon], RECIPES, ["fp32", "int8"], MASTERS_OF_QUANTIZED),
-    ids=str,
-)
-def test_quantized_weights_of_other_rules(
-    device: str, rule: Any, recipe: Any, state: str, master: dict[str, Any]
-) -> None:
-    """Whose passes write codes without marking them, or do not write them."""
     model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 128, bias=False)).to(device, torch.bfloat16)
     quantize_model_(model, recipe)
-    run(model, rule(model.parameters(), lr=1e-3, state_dtype=state, **master))
+    run(model, rule(model.parameters(), lr=1e-3, state_dtype="int8"), where)
 
 
-@pytest.mark.parametrize("rule, recipe", pairwise([FusedAdamW, FusedLion], RECIPES), ids=str)
-def test_a_pass_that_writes_codes_and_does_not_mark_them(
-    rule: Any, recipe: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As Lion's on GPUs."""
-    monkeypatch.setattr(CompiledShards, "marks", lambda _, work: work.target is None)
-    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 128, bias=False)).bfloat16()
-    quantize_model_(model, recipe)
-    run(model, rule(model.parameters(), lr=1e-3, state_dtype="int8"))
-
-
-@pytest.mark.parametrize("lr", RATES)
-def test_other_rules(device: str, lr: float) -> None:
-    model = Model(torch.bfloat16, device)
-    run(model, FusedLion(model.parameters(), lr=lr, state_dtype="int8"))
-    model = Model(torch.bfloat16, device, {"weight": (64, 96), "bias": (37,)})
-    run(model, FusedMuon([{"params": [model.weight]}, {"params": [model.bias], "algorithm": "adamw"}], lr=lr))
-
-
-def test_mixed_dtypes(device: str) -> None:
-    """A step of several combinations of formats."""
+def test_mixed_dtypes(device: str, where: str) -> None:
     model = nn.ModuleList([Model(torch.bfloat16, device), Model(torch.float32, device), Model(torch.float16, device)])
-    run(model, FusedAdamW(model.parameters(), lr=1e-4, state_dtype="int8"))
+    run(model, FusedAdamW(model.parameters(), lr=1e-4, state_dtype="int8"), where)
 
 
 def test_offloaded_states(device: str) -> None:
@@ -130,6 +89,33 @@ def test_gradient_release(device: str) -> None:
         expected.check(optimizer.take_changes(model))
 
 
+def test_values_are_compared_by_their_bits(device: str, where: str) -> None:
+    model = Model(torch.float32, device, {"weight": (4,)})
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([0.0, float("nan"), 1.0, 2.0]))
+    optimizer = FusedAdamW(model.parameters())
+    optimizer.track_changes(where=where)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([-0.0, float("nan"), 1.0, 3.0]))
+    assert optimizer.take_changes(model)["weight"].indices.tolist() == [0, 3]
+
+
+def test_values_that_came_back_count_for_nothing(device: str, where: str) -> None:
+    """Between two takes nobody has seen them; where a peek has, they count, with what they are now."""
+    model = Model(torch.bfloat16, device, {"weight": (4,)})
+    optimizer = FusedAdamW(model.parameters())
+    optimizer.track_changes(where=where)
+    before = model.weight.detach().clone()
+    model.weight.data.add_(1)
+    model.weight.data.copy_(before)
+    assert optimizer.take_changes(model) == {}
+    model.weight.data[1] += 1
+    assert optimizer.peek_changes(model)["weight"].indices.tolist() == [1]
+    model.weight.data.copy_(before)
+    taken = optimizer.take_changes(model)["weight"]
+    assert taken.indices.tolist() == [1] and torch.equal(taken.values, before[1:2])
+
+
 def test_skipped_steps_change_nothing(device: str) -> None:
     model = Model(torch.bfloat16, device)
     optimizer = FusedAdamW(model.parameters(), lr=1e-2, skip_nonfinite=True)
@@ -147,28 +133,6 @@ def test_skipped_steps_change_nothing(device: str) -> None:
     scaler.scale(torch.ones((), device=device))  # which creates the scale
     scaler.step(optimizer)
     assert optimizer.take_changes(model) == {}
-
-
-@pytest.mark.parametrize("master", MASTERS)
-def test_takes_among_skipped_steps(device: str, master: str) -> None:
-    """The first one, of which nobody knows yet what parameters were, and later ones; several to a take."""
-    dtype, options = MASTERS[master]
-    model = Model(dtype, device)
-    with torch.no_grad():
-        model.odd[:2] = float("nan")  # which a step may store in other bits
-    optimizer = FusedAdamW(model.parameters(), lr=1e-3, skip_nonfinite=True, **options)
-    optimizer.initialize_state()
-    optimizer.track_changes()
-    expected = Expected(model)
-    for seed, skipped in enumerate([True, True, False, True, False, False, True]):
-        set_gradients(model, seed)
-        if skipped:
-            model.bias.grad[3] = float("inf")
-        optimizer.step()
-        expected.look()
-        if seed != 4:
-            expected.check(optimizer.take_changes(model), some=not skipped)
-    assert optimizer.skipped_steps == 4
 
 
 @pytest.mark.cuda
@@ -281,8 +245,6 @@ def test_a_take_of_one_model_keeps_what_changed_in_another(device: str, first: i
         for model in models:
             set_gradients(model, step)
         optimizer.step()
-        for each in expected:
-            each.look()
         expected[first].check(optimizer.take_changes(models[first]))
         if step % 2:
             expected[1 - first].check(optimizer.take_changes(models[1 - first]))
@@ -320,11 +282,6 @@ def test_bits_are_in_no_copy_and_no_state_dict(device: str) -> None:
             copied.take_changes(model)
 
 
-def test_groups_of_muon_and_adam(device: str) -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(device, torch.bfloat16)
-    run(model, FusedMuon(muon_param_groups(model), lr=1e-4))
-
-
 def _by_load(param: nn.Parameter) -> None:
     module = nn.Module()
     module.weight = param
@@ -340,65 +297,112 @@ def _by_new_memory(param: nn.Parameter) -> None:
     param.data = torch.randn_like(param)
 
 
-WRITES: list[Callable[[nn.Parameter], None]] = [_by_load, nn.init.ones_, _by_clamp, _by_new_memory]
+def _through_data(param: nn.Parameter) -> None:
+    param.data[3, 5:] *= 2
 
 
-# Not all masters x writes x what comes before: each two of them.
-@pytest.mark.parametrize("master, write, before", pairwise(list(MASTERS), WRITES, ["take", "step"]))
-def test_what_others_write_is_marked_whole(device: str, master: str, write: Any, before: str) -> None:
-    dtype, options = MASTERS[master]
-    model = Model(dtype, device)
-    optimizer = FusedAdamW(model.parameters(), lr=1e-3, **options)
-    run(model, optimizer)
+def _other_strides(param: nn.Parameter) -> None:
+    param.data = param.data.t().contiguous().t()
+    param.data[0, 1] += 1
+
+
+WRITES = [_by_load, nn.init.ones_, _by_clamp, _by_new_memory, _through_data, _other_strides]
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("before", ["take", "step"])
+def test_what_others_write_is_found(device: str, where: str, write: Any, before: str) -> None:
+    """Those elements that differ, whether or not anything else could have noticed."""
+    model = Model(torch.bfloat16, device)
+    optimizer = FusedAdamW(model.parameters(), lr=1e-3)
+    run(model, optimizer, where)
+    expected = Expected(model)
     write(model.weight)
     if before == "step":
         set_gradients(model, 20)
         optimizer.step()
-    taken = optimizer.take_changes(model)
-    assert torch.equal(taken["weight"].indices.cpu(), torch.arange(model.weight.numel()))
-    assert torch.equal(taken["weight"].values, model.weight.detach().view(-1))
-    expected = Expected(model)
+    expected.check(optimizer.take_changes(model))
     set_gradients(model, 21)
     optimizer.step()
-    expected.check(optimizer.take_changes(model), some=False)
+    expected.check(optimizer.take_changes(model))
 
 
-@pytest.mark.parametrize("master", MASTERS)
-def test_a_master_from_outside_counts_once_it_is_in_the_parameter(device: str, master: str) -> None:
-    dtype, options = MASTERS[master]
-    model = Model(dtype, device)
-    optimizer = FusedAdamW(model.parameters(), lr=1e-5, **options)
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_codes_and_scales_that_others_write(device: str, where: str, recipe: Any) -> None:
+    model = nn.Sequential(nn.Linear(128, 256), nn.Linear(160, 130, bias=False)).to(device, torch.bfloat16)
+    quantize_model_(model, recipe)
+    optimizer = FusedAdamW(model.parameters(), lr=1e-3)
+    run(model, optimizer, where)
+    expected = Expected(model)
+    for layer in model:
+        codes, *scales = (layer.weight.components[name] for name in layer.weight.components if "history" not in name)
+        codes.view(torch.uint8).view(-1)[7:20].add_(1)
+        for scale in scales:
+            scale.view(torch.uint8).view(-1)[:1].add_(1)
+    expected.check(optimizer.take_changes(model))
+
+
+def test_masters_from_outside_count_once_they_are_in_the_parameter(device: str) -> None:
+    model = Model(torch.float16, device)
+    optimizer = FusedAdamW(model.parameters(), lr=1e-5)
     run(model, optimizer)
     expected = Expected(model)
-    if "master_param" in optimizer.state[model.weight] and "remainder" not in master:
-        optimizer.set_scaled_state(model.weight, "master_param", torch.randn(model.weight.shape, device=device))
-        expected.check(optimizer.take_changes(model), some=False)
-        set_gradients(model, 20)
-        optimizer.step()
-        expected.check(optimizer.take_changes(model))
+    optimizer.set_scaled_state(model.weight, "master_param", torch.randn(model.weight.shape, device=device))
+    assert optimizer.take_changes(model) == {}
     optimizer.sync_params_from_master()
-    assert "weight" in optimizer.take_changes(model) or optimizer.state[model.weight].get("master_param") is None
+    expected.check(optimizer.take_changes(model))
 
 
-def test_loaded_states_are_marked_and_marks_by_hand(device: str) -> None:
+def test_loads_and_marks_by_hand(device: str, where: str) -> None:
     model = Model(torch.bfloat16, device)
     optimizer = FusedAdamW(model.parameters(), lr=1e-3)
-    run(model, optimizer)
+    run(model, optimizer, where)
+    expected = Expected(model)
     other = Model(torch.bfloat16, device)
     saved = FusedAdamW(other.parameters(), lr=1e-3)
     set_gradients(other, 5)
     saved.step()
     optimizer.load_state_dict(saved.state_dict())
-    assert optimizer.take_changes(model)["weight"].indices.numel() == model.weight.numel()
-    model.weight.data.copy_(torch.randn_like(model.weight))
-    assert optimizer.take_changes(model) == {}  # which nothing notices
+    expected.check(optimizer.take_changes(model))
     optimizer.mark_changed(model.weight)
     taken = optimizer.take_changes(model)
     assert set(taken) == {"weight"} and torch.equal(taken["weight"].values, model.weight.detach().view(-1))
     optimizer.mark_changed()
-    assert set(optimizer.take_changes(model)) == {"weight", "wide", "odd", "bias", "one"}
+    taken = optimizer.take_changes(model)
+    assert set(taken) == {"weight", "wide", "odd", "bias", "one"}
+    assert all(each.indices.tolist() == list(range(each.values.numel())) for each in taken.values())
     with pytest.raises(KeyError, match="does not hold"):
         optimizer.mark_changed(nn.Parameter(torch.ones(2)))
+
+
+@pytest.mark.parametrize("error", ["before", "after"])
+def test_a_take_that_fails_takes_nothing(device: str, where: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(torch.bfloat16, device)
+    optimizer = FusedAdamW(model.parameters(), lr=1e-3)
+    optimizer.track_changes(where=where)
+    expected = Expected(model)
+    set_gradients(model, 0)
+    optimizer.step()
+
+    def fail(*_: object) -> list[tuple[Tensor, Tensor]]:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fused_optim.publishing." + ("published" if error == "before" else "collect"), fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            optimizer.take_changes(model)
+    expected.check(optimizer.take_changes(model))
+
+
+def test_where_is_checked_and_parameters_are_let_go(device: str) -> None:
+    model = Model(torch.bfloat16, device)
+    optimizer = FusedAdamW(model.parameters())
+    with pytest.raises(ValueError, match="where: expected 'device' or 'host', got 'disk'"):
+        optimizer.track_changes(where="disk")
+    optimizer.track_changes()
+    optimizer.track_changes(False)
+    with pytest.raises(RuntimeError, match="not tracked"):
+        optimizer.mark_changed()
 
 
 def test_new_groups_and_replaced_parameters_are_marked(device: str) -> None:
@@ -422,21 +426,3 @@ def test_tied_parameters_have_one_name(device: str) -> None:
     optimizer.step()
     names = set(optimizer.take_changes(model))
     assert "weight" in names and "again" not in names
-
-
-@pytest.mark.parametrize("found_inf", [None, 0.0])
-def test_a_captured_step_settles_nothing(found_inf: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has not been made: without a replay, the next one cannot tell from masters what parameters were."""
-    param = nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
-    tracker, skipped = ChangeTracker(), None if found_inf is None else torch.tensor(found_inf)
-    tracker.start([param])
-    cached = [CachedShard(Held((param,)), None, None, None, None, {})]
-    step = StepChanges(param.device, cached, [Shard(tracker[param], {WHOLE}, always=False)])
-    with monkeypatch.context() as patched:
-        patched.setattr(changes, "is_capturing", lambda: True)
-        step.begin([0])
-        step.finish(skipped)
-    assert not tracker[param].is_settled
-    step.begin([0])
-    step.finish(skipped)
-    assert tracker[param].is_settled
