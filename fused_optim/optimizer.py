@@ -273,11 +273,11 @@ class ShardedOptimizer(Publisher):
     @between_graphs
     @ungraded
     @between_steps
-    def initialize_state(self, param: Tensor | None = None, store_param_remainders: bool | None = None) -> None:
-        """Create the states of ``param``, or of all: zero moments, masters equal to the parameters. Idempotent.
+    def initialize_state(self, param: Tensor | None = None) -> None:
+        """Create the states of ``param``, or of all: zero moments, masters equal to the parameters. Idempotent."""
+        self._initialize(param)
 
-        ``store_param_remainders`` overrides the optimizer's option for states that this call creates.
-        """
+    def _initialize(self, param: Tensor | None, store_param_remainders: bool | None = None) -> None:
         if param is None:
             self.stepper.restart_counters()
         self.store.create(param, store_param_remainders)

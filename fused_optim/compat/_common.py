@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.adam import FusedAdam
-from fused_optim.decorators import between_steps
+from fused_optim.decorators import between_graphs, between_steps, ungraded
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.reading import PEERS_WORDS
 from fused_optim.options.settings import Setting
@@ -42,6 +42,16 @@ class PeersSettings(ShardedOptimizer):
         if peers.get("store_param_remainders") is None:
             peers["store_param_remainders"] = self._default_remainders
         super().__init__(*arguments, **options)
+
+    @between_graphs
+    @ungraded
+    @between_steps
+    def initialize_state(self, param: Tensor | None = None, store_param_remainders: bool | None = None) -> None:
+        """Create the states of ``param``, or of all: zero moments, masters equal to the parameters. Idempotent.
+
+        ``store_param_remainders`` overrides the optimizer's option for states that this call creates.
+        """
+        self._initialize(param, store_param_remainders)
 
     def _check_formats(self, group: Mapping[str, Any]) -> None:
         """Also torch.uint8: FP8 states, as TransformerEngine names them."""
