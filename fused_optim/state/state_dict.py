@@ -209,7 +209,7 @@ def load(store: StateStore, checked: Checked) -> None:
     with uploading():
         for id_, found in loaded.items():
             remaining += _write(store, params[id_], found, misfit)
-    adapters.write_loaded(remaining)
+    adapters.write(remaining, advance=False)
     store.is_untouched = False
     store.keep_entries(_copied(checked.users))
     store.record_versions()

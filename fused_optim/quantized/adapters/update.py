@@ -80,10 +80,6 @@ def codes(local: Tensor) -> Tensor:
     return local_weight(local).components["data"]
 
 
-def keeps(param: Tensor, master: Tensor) -> bool:
-    return False  # checkpoints have all scales
-
-
 def products(param: Tensor, rows: int | None) -> dict[str, str | None]:
     return usage.unsupported_reasons(param, rows)
 
@@ -133,10 +129,6 @@ def target(param: Tensor) -> Target | None:
 
 def batch(updates: Sequence[Update]) -> Batch:
     return Batch(updates)
-
-
-def prepare(updates: Sequence[Update], applies: Tensor | None) -> None:
-    Batch(updates).prepare(applies)
 
 
 @torch.no_grad()
@@ -190,7 +182,7 @@ class Batch:
         return None if absmaxes is None else [absmaxes[i] for i in self._rescaled]
 
     def prepare(self, applies: Tensor | None) -> None:
-        """Before the pass: as :meth:`Adapter.prepare`."""
+        """Before the pass: as ``adapters.Batch.prepare``."""
         self._scales.prepare(applies)
 
     def write(self, applies: Tensor | None, advance: bool = True) -> None:
