@@ -1,7 +1,7 @@
 """How the optimizer speaks to quantized parameters: one module per kind of tensor, imported when one is met.
 
-Such a module has the functions of :class:`Adapter`. To add a kind, write the module in ``quantized/adapters/`` and name
-its type here.
+Such a module, in ``quantized/adapters/``, has the functions of :class:`Adapter`. To add a kind of another library, name
+its type here: ``others`` asks for ``dequantize()``, and for ``quantize_`` or ``copy_``.
 """
 
 from __future__ import annotations
@@ -133,6 +133,11 @@ class Adapter(Protocol):
         were written. A master that these scales can only saturate is another value.
         """
 
+    def keeps(self, param: Tensor, master: Tensor) -> bool:
+        """Whether a parameter beside which its master is loaded stays as it is, because it is the master rounded with a
+        scale that checkpoints do not have. Rounded again, with another scale, it would move away from what was saved.
+        """
+
     def products(self, param: Tensor, rows: int | None) -> dict[str, str | None]:
         """By product of a layer with this parameter: why it does not run in FP8, None where it does.
 
@@ -243,6 +248,16 @@ def _by_adapter(updates: Sequence[Update]) -> dict[Adapter, list[Update]]:
 def batches(updates: Sequence[Update]) -> list[Batch]:
     """The updates by adapter."""
     return [adapter.batch(alike) for adapter, alike in _by_adapter(updates).items()]
+
+
+def write_loaded(updates: Sequence[Update]) -> None:
+    """Quantize parameters whose masters were loaded, but for those that stay; see :meth:`Adapter.keeps`.
+
+    All ranks pass the same parameters, in the same order, that need a collective.
+    """
+    for adapter, alike in _by_adapter(updates).items():
+        new = [each for each in alike if each.values is None or not adapter.keeps(each.param, each.values)]
+        adapter.write(new, None, False)
 
 
 def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:

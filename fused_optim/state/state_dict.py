@@ -209,7 +209,7 @@ def load(store: StateStore, checked: Checked) -> None:
     with uploading():
         for id_, found in loaded.items():
             remaining += _write(store, params[id_], found, misfit)
-    adapters.write(remaining, advance=False)
+    adapters.write_loaded(remaining)
     store.is_untouched = False
     store.keep_entries(_copied(checked.users))
     store.record_versions()

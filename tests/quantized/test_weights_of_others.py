@@ -236,6 +236,22 @@ def test_masters_of_delayed_scaling_stay_when_their_weights_are_loaded_after_the
     assert torch.equal(other.state_dict()["state"][0]["master_param"], optimizer.state[saved]["master_param"])
 
 
+@pytest.mark.parametrize("scale", [48.0, 100.0])
+def test_weights_of_delayed_scaling_that_were_loaded_before_their_masters_stay(scale: float) -> None:
+    """Also where another scale has rounded them once more; all of them or none."""
+    saved, optimizer = trained("delayed")
+    for change in (1.0, 0.0, 2.0, -1.0, float("nan")):
+        fresh = Float8Tensor(random(2), Float8Quantizer("cpu", scale)).requires_grad_()
+        values = decoded(saved)
+        values[3, 5] *= change
+        fresh.quantize_(values)
+        before, other = decoded(fresh), FusedAdamW([fresh], lr=0.01)
+        other.load_state_dict(optimizer.state_dict())
+        expected = Float8Tensor(master(fresh, other), Float8Quantizer("cpu", scale))
+        assert torch.equal(decoded(fresh), before if change == 1.0 else decoded(expected))
+        assert not torch.equal(before, decoded(expected))
+
+
 @pytest.mark.parametrize("kind", ["delayed", "current", "blocks"])
 @pytest.mark.parametrize("factor", [1.05, 1.1, 2.0, -1.0])
 def test_masters_follow_what_others_write(kind: str, factor: float) -> None:

@@ -100,32 +100,40 @@ def codes(local: Tensor) -> Tensor | None:
 
 @torch.no_grad()
 def is_master(param: Tensor, master: Tensor, written: Tensor) -> Tensor:
-    """Where the tensor's own rounding of the master is what was written, or that may be half a step away.
+    """Where the tensor's own rounding of the master is what was written, or may be half a step away from that.
 
-    torchao's steps are rounded up or down. TransformerEngine's formats are taken to have three bits of mantissa. With
-    delayed scaling all elements may be a step away, or none: the scale changes between steps, and DCP does not save it,
-    so that weights are rounded with one scale when they are saved, and with another one when they are loaded.
+    torchao's steps are rounded up or down. TransformerEngine's formats are taken to have three bits of mantissa.
     """
     local = local_tensor(param.detach())
     off, same = (master - written).abs(), master.isnan() & written.isnan()
     if _self_quantizing(local) is None:
         step = written.abs().amax(-1, keepdim=True) / _INT8_STEPS
         return same | (off <= step + written.abs() * torch.finfo(local.dtype).eps)
-    scale = _delayed_scale(local)
-    if scale is not None:
-        twice = same | ((off <= master.abs() * 2.0**-3 + 2.0**-8 / scale) & master.isfinite())
-        if bool(twice.all()):
-            return twice
+    if _is_rounded_twice(local, master, written):
+        return torch.ones_like(same)
     same |= (off <= master.abs() * 2.0**-4) & master.isfinite()
     if not needs_collective(param) and master.numel():  # other ranks may not ask
         same |= equal_or_nan(_rounded(local, master), written)
     return same
 
 
-def _delayed_scale(local: Tensor) -> Tensor | None:
-    """That of delayed scaling; in other quantizers of older versions ``scale`` is memory for kernels."""
+def keeps(param: Tensor, master: Tensor) -> bool:
+    local = local_tensor(param.detach())
+    return _self_quantizing(local) is not None and _is_rounded_twice(local, master, values(local))
+
+
+def _is_rounded_twice(local: Tensor, master: Tensor, written: Tensor) -> bool:
+    """Whether all of a weight may be its master rounded with one scale, and then with another one.
+
+    Delayed scaling's scales are in a module's extra state, which DCP does not save. So codes may be rounded a second
+    time when a model is loaded, be it before its optimizer or after it: they may be half a step off by each scale.
+    """
     quantizer = _quantizer(local)
-    return None if hasattr(quantizer, "with_amax_reduction") else getattr(quantizer, "scale", None)
+    if hasattr(quantizer, "with_amax_reduction") or not hasattr(quantizer, "scale"):  # of older ones, kernels' memory
+        return False
+    largest = master.abs() * 2.0**-3 + 2.0**-8 / quantizer.scale  # a step; twice that of denormals
+    within = ((written - master).abs() <= largest) & master.isfinite()
+    return bool((within | (master.isnan() & written.isnan())).all())
 
 
 def _rounded(local: Tensor, master: Tensor) -> Tensor:

@@ -80,6 +80,10 @@ def codes(local: Tensor) -> Tensor:
     return local_weight(local).components["data"]
 
 
+def keeps(param: Tensor, master: Tensor) -> bool:
+    return False  # checkpoints have all scales
+
+
 def products(param: Tensor, rows: int | None) -> dict[str, str | None]:
     return usage.unsupported_reasons(param, rows)
 
