@@ -1,14 +1,14 @@
 """How the optimizer speaks to quantized parameters: one module per kind of tensor, imported when one is met.
 
-Such a module has the functions of :class:`Adapter`. To add a kind, write the module in ``quantized/adapters/`` and name
-its type here.
+Such a module, in ``quantized/adapters/``, has the functions of :class:`Adapter`. To add a kind of another library, name
+its type here: ``others`` asks for ``dequantize()``, and for ``quantize_`` or ``copy_``.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -24,9 +24,9 @@ from fused_optim.sharding.dtensor import Geometry, local_tensor
 PACKAGE = "fused_optim.quantized.adapters"
 ADAPTERS = {
     "fused_optim.quantized.tensor.quantized_tensor.QuantizedTensor": "update",
-    "transformer_engine.pytorch.quantized_tensor.QuantizedTensor": "transformer_engine",
-    "transformer_engine.pytorch.tensor.quantized_tensor.QuantizedTensor": "transformer_engine",
-    "torchao.prototype.quantized_training.int8.Int8QuantizedTrainingLinearWeight": "torchao",
+    "transformer_engine.pytorch.quantized_tensor.QuantizedTensor": "others",
+    "transformer_engine.pytorch.tensor.quantized_tensor.QuantizedTensor": "others",
+    "torchao.prototype.quantized_training.int8.Int8QuantizedTrainingLinearWeight": "others",
 }
 # Those that only mark a plain tensor, and modules with their own ``products``: see :meth:`Adapter.products`.
 MARKS = {"fused_optim.quantized.compute.kept.KeptWeight": "kept"}
@@ -57,7 +57,7 @@ class Target:
     written later. ``scale``: that of the blocks, which is written too, or of the whole weight, which is read; None
     without ``data``. ``measures``: the absmax of the new values is wanted. ``names``: of all that is written of the
     weight, ``data`` and ``scale`` first, in the local tensor's dict ``components``, which is given too: an engine can
-    look whether it is still there. None: it is given anew at every step.
+    look whether it is still there.
     """
 
     format: int
@@ -65,8 +65,8 @@ class Target:
     data: Tensor | None
     scale: Tensor | None
     measures: bool
-    names: tuple[str, ...] | None = None
-    components: dict[str, Tensor] | None = None
+    names: tuple[str, ...]
+    components: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -157,11 +157,8 @@ class Adapter(Protocol):
     def target(self, param: Tensor) -> Target | None:
         """What the update pass can do for this parameter; None: nothing, :meth:`write` does it all."""
 
-    def prepare(self, updates: Sequence[Update], applies: Tensor | None) -> None:
-        """Before the pass that makes these updates: scales that come from earlier values. As :meth:`write`."""
-
     def write(self, updates: Sequence[Update], applies: Tensor | None, advance: bool) -> None:
-        """Quantize many, whose pass was prepared if ``advance``.
+        """Quantize many.
 
         All ranks pass the same parameters, in the same order, that need a collective.
 
@@ -182,30 +179,10 @@ class Batch(Protocol):
     lasts: bool
 
     def prepare(self, applies: Tensor | None) -> None:
-        """See :meth:`Adapter.prepare`."""
+        """Before the pass that makes these updates: scales that come from earlier values. As :meth:`write`."""
 
     def write(self, applies: Tensor | None) -> None:
         """See :meth:`Adapter.write`."""
-
-
-Prepare = Callable[[Sequence[Update], Tensor | None], None]
-
-
-class SimpleBatch:
-    """A batch of an adapter that finds out everything at each step, by its functions ``prepare`` and ``write``."""
-
-    lasts = False
-
-    def __init__(self, prepare: Prepare, write: Prepare, updates: Sequence[Update]) -> None:
-        self._prepare, self._write, self._updates = prepare, write, updates
-        self._changed = [update for update in updates if update.values is not None]
-
-    def prepare(self, applies: Tensor | None) -> None:
-        if self._changed:
-            self._prepare(self._changed, applies)
-
-    def write(self, applies: Tensor | None) -> None:
-        self._write(self._updates, applies)
 
 
 def adapter_of(param: Tensor) -> Adapter | None:

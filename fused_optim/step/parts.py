@@ -102,9 +102,7 @@ def cached(reference: Reference, states: ParamState) -> CachedShard:
 
 
 def cached_weight(watched: CachedShard, param: Tensor, target: Target, master: Tensor) -> CachedShard:
-    """The same of a quantized weight, as far as it can be watched."""
-    if target.names is None or target.components is None:
-        return watched
+    """The same of a quantized weight."""
     return watched._replace(
         local_ref=reference_to(local_tensor(param)),
         components=target.components,

@@ -391,7 +391,7 @@ class Plan:
             target=target,
             absmax=absmax,
         )
-        can_be_watched = not shared and (is_watchable(param) if target is None else target.names is not None)
+        can_be_watched = not shared and (target is not None or is_watchable(param))
         is_watched = part.shards.set(i, work, part.watched[i] if can_be_watched else None)
         (part.unwatched.discard if is_watched else part.unwatched.add)(i)
         if is_watched and self._layouts[index].master.is_separate:

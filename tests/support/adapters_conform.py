@@ -1,6 +1,6 @@
 """For mypy alone: the modules that ``adapters.py`` imports by name have the functions of its protocol."""
 
 from fused_optim.adapters import Adapter
-from fused_optim.quantized.adapters import torchao, transformer_engine, update
+from fused_optim.quantized.adapters import others, update
 
-ADAPTERS: tuple[Adapter, ...] = (torchao, transformer_engine, update)
+ADAPTERS: tuple[Adapter, ...] = (others, update)

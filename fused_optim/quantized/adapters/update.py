@@ -128,10 +128,6 @@ def batch(updates: Sequence[Update]) -> Batch:
     return Batch(updates)
 
 
-def prepare(updates: Sequence[Update], applies: Tensor | None) -> None:
-    Batch(updates).prepare(applies)
-
-
 @torch.no_grad()
 def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
     Batch(updates).write(applies, advance)
@@ -182,7 +178,7 @@ class Batch:
         return None if absmaxes is None else [absmaxes[i] for i in self._rescaled]
 
     def prepare(self, applies: Tensor | None) -> None:
-        """Before the pass: as :meth:`Adapter.prepare`."""
+        """Before the pass: as ``adapters.Batch.prepare``."""
         self._scales.prepare(applies)
 
     def write(self, applies: Tensor | None, advance: bool = True) -> None:

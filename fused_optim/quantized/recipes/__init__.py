@@ -6,14 +6,12 @@ from fused_optim.quantized.recipes.codec import Encoding
 from fused_optim.quantized.recipes.recipe import (
     Component,
     Components,
-    KernelFormat,
     ProductFormat,
     Recipe,
     Scaling,
     as_matrix,
     cut_component,
     matrix_range,
-    set_where,
 )
 from fused_optim.quantized.recipes.table import RECIPES
 from fused_optim.quantized.recipes.tensor_scaling import Float8CurrentScaling, Float8DelayedScaling, Float8TensorScaling
@@ -29,7 +27,6 @@ __all__ = [
     "Float8CurrentScaling",
     "Float8DelayedScaling",
     "Float8TensorScaling",
-    "KernelFormat",
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
     "Position",
@@ -42,6 +39,5 @@ __all__ = [
     "check_shape",
     "cut_component",
     "matrix_range",
-    "set_where",
     "shares_blocks",
 ]

@@ -52,22 +52,15 @@ def absmax(recipes: Sequence[Recipe], values: Sequence[Tensor | None], device: t
     return result
 
 
-def absmaxes(
-    weights: Sequence[tuple[Recipe, Tensor | None, torch.device]], applies: Tensor | None = None
-) -> list[Tensor]:
-    """:func:`absmax` of many parameters' values on their devices: shape ``(1,)`` each, in the same order.
-
-    ``applies``: a boolean scalar; where it is False all are 0.
-    """
+def absmaxes(weights: Sequence[tuple[Recipe, Tensor | None, torch.device]]) -> list[Tensor]:
+    """:func:`absmax` of many parameters' values on their devices: shape ``(1,)`` each, in the same order."""
     by_device: dict[torch.device, list[int]] = {}
     for i, (_, _, device) in enumerate(weights):
         by_device.setdefault(device, []).append(i)
     found: dict[int, Tensor] = {}
     for device, there in by_device.items():
         recipes, values, _ = zip(*(weights[i] for i in there), strict=True)
-        largest = absmax(recipes, values, device)
-        largest = largest if applies is None else torch.where(applies.to(device), largest, 0.0)
-        found.update(zip(there, largest.split(1), strict=True))
+        found.update(zip(there, absmax(recipes, values, device).split(1), strict=True))
     return [found[i] for i in range(len(weights))]
 
 
@@ -339,11 +332,6 @@ def _rounding(fractions: Fractions | None) -> tuple[int, ...]:
     geometry, step = fractions.geometry, fractions.step
     counter, number = (step.data_ptr(), 0) if isinstance(step, Tensor) else (0, step)
     return counter, number, geometry.offset, geometry.inner_local, geometry.inner_global, fractions.key
-
-
-def written(tensors: Iterable[Tensor]) -> None:
-    """Count versions, as torch's own operations in place do."""
-    increment_versions(countable(tensors))
 
 
 def countable(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -41,11 +41,6 @@ def next_power_of_two(x: Tensor) -> Tensor:
     return ((x.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
-def previous_power_of_two(x: Tensor) -> Tensor:
-    """The largest power of two that is not above a positive normal number."""
-    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
-
-
 def e8m0_exponent(absmax: Tensor, round_up: bool) -> Tensor:
     """The biased exponent (int32, 0 to 254) of an E8M0 scale for E4M3 elements, whose largest is 1.75 * 2 ** 8."""
     if round_up:
