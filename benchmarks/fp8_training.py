@@ -36,8 +36,8 @@ from fused_optim.quantized import (
     Recipe,
     quantize_model_,
 )
-from fused_optim.quantized.compute import casts, delayed, measured, products
-from fused_optim.quantized.compute.casts import Codes
+from fused_optim.quantized.fp8 import casts, delayed, measured, products
+from fused_optim.quantized.fp8.casts import Codes
 from fused_optim.quantized.recipes import ProductFormat
 from step import machine, synchronize, write
 

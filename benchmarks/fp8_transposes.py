@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from fp8_training import DELAYED_NAME, RECIPES, Contender, Runner, Timer, add_sizes, ours
 from fused_optim import FusedAdamW
-from fused_optim.quantized.compute import casts, products
+from fused_optim.quantized.fp8 import casts, products
 from fused_optim.quantized.tensor import QuantizedTensor
 from step import machine, write
 

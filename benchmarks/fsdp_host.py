@@ -38,8 +38,8 @@ from fused_optim.quantized import (
     Recipe,
     quantize_model_,
 )
-from fused_optim.quantized.compute import products
-from fused_optim.quantized.compute.casts import Codes
+from fused_optim.quantized.fp8 import products
+from fused_optim.quantized.fp8.casts import Codes
 from step import machine, write
 
 GATHERED: dict[str, Recipe | None] = {

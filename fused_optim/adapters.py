@@ -14,7 +14,6 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fused_optim.formats.arithmetic import MASK32
 from fused_optim.formats.rounding import GOLDEN_RATIO, rounding_bits
@@ -28,10 +27,6 @@ ADAPTERS = {
     "transformer_engine.pytorch.tensor.quantized_tensor.QuantizedTensor": "others",
     "torchao.prototype.quantized_training.int8.Int8QuantizedTrainingLinearWeight": "others",
 }
-# Those that only mark a plain tensor, and modules with their own ``products``: see :meth:`Adapter.products`.
-MARKS = {"fused_optim.quantized.compute.kept.KeptWeight": "kept"}
-
-
 COMPARED = 2**26  # elements of parameters and masters that are compared at a time
 
 
@@ -136,12 +131,6 @@ class Adapter(Protocol):
         scale that checkpoints do not have. Rounded again, with another scale, it would move away from what was saved.
         """
 
-    def products(self, param: Tensor, rows: int | None) -> dict[str, str | None]:
-        """By product of a layer with this parameter: why it does not run in FP8, None where it does.
-
-        Empty where none is to, or the adapter does not know. ``rows``: of activations; None: a number that suits all.
-        """
-
     def parts(self, param: Tensor) -> dict[str, Tensor] | None:
         """What decoding this rank's shard needs, by name: ``data`` first, then scales. None: the adapter cannot tell.
 
@@ -197,19 +186,6 @@ def _adapter_of_type(kind: type) -> Adapter | None:
         if module is not None:
             return cast(Adapter, importlib.import_module(f"{PACKAGE}.{module}"))
     return None
-
-
-def products_of(param: Tensor, rows: int | None) -> dict[str, str | None]:
-    """:meth:`Adapter.products` of any parameter; empty of plain ones."""
-    adapter = adapter_of(param)
-    if adapter is not None:
-        return adapter.products(param, rows)
-    kind = type(param._local_tensor if isinstance(param, DTensor) else param)
-    module = MARKS.get(f"{kind.__module__}.{kind.__qualname__}")
-    if module is None:
-        return {}
-    found: dict[str, str | None] = importlib.import_module(f"{PACKAGE}.{module}").products(param, rows)
-    return found
 
 
 def equal_or_nan(x: Tensor, other: Tensor) -> Tensor:

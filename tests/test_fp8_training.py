@@ -14,7 +14,7 @@ from torch import nn
 import fp8_training
 import fp8_transposes
 from fp8_training import Contender
-from fused_optim.quantized.compute import casts
+from fused_optim.quantized.fp8 import casts
 
 TINY = ("--device", "cpu", "--width", "128", "--hidden", "256", "--tokens", "128", "--blocks", "1", "--steps", "1")
 

@@ -15,7 +15,7 @@ import fused_optim
 # docs/development.md says what each is for.
 ROOMS = """
 torch_versions decorators optional wire roles formats rule sharding adapters memory backends matrices options
-quantized.recipes quantized.tensor quantized.compute quantized.adapters quantized.model quantized.files
+quantized.recipes quantized.tensor quantized.adapters quantized.fp8 quantized.model quantized.files
 quantized.__init__ rebuild state step publishing optimizer adam lion muon muon_groups known_rules release
 checkpoint.storage checkpoint.reading checkpoint.writing checkpoint.termination checkpoint.collect checkpoint.extras
 checkpoint.random_states checkpoint.saves checkpoint.loads checkpoint.checkpointer

@@ -1,5 +1,5 @@
 // Matrices of BF16 or FP16 values in FP8, for products: the math of their scales and codes, and what both engines
-// offer. The PyTorch reference (fused_optim/quantized/compute/casts.py) defines the bits, but for the sign of NaN. What
+// offer. The PyTorch reference (fused_optim/quantized/fp8/casts.py) defines the bits, but for the sign of NaN. What
 // is not finite counts for scales, so all that shares one with it becomes NaN.
 #pragma once
 

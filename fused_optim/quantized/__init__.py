@@ -3,18 +3,18 @@
 import sys
 from typing import NoReturn
 
-from fused_optim.quantized.compute import (
-    GroupedLinear,
-    KeptWeight,
-    grouped,
-    grouped_linear,
-    linear,
-)
 from fused_optim.quantized.files import (
     load_quantized_safetensors,
     save_pretrained_as,
     save_quantized_safetensors,
     write_plain_weights,
+)
+from fused_optim.quantized.fp8 import (
+    GroupedLinear,
+    KeptWeight,
+    grouped,
+    grouped_linear,
+    linear,
 )
 from fused_optim.quantized.model import (
     UsualLayers,

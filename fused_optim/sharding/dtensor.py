@@ -37,7 +37,7 @@ _CHUNK_LIST, _WRITE_ITEMS = "__create_chunk_list__", "__create_write_items__"
 # Subclasses that only mark a plain tensor, and where they hold it: weights that are cast as they are gathered or
 # multiplied, ours and torchao's.
 _MARKED = {
-    "fused_optim.quantized.compute.kept.KeptWeight": "plain",
+    "fused_optim.quantized.fp8.kept.KeptWeight": "plain",
     "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": "_tensor",
     "torchao.prototype.moe_training.tensor.TrainingWeightWrapperBaseTensor": "_data",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_optim.adapters import adapter_of, products_of
+from fused_optim.adapters import adapter_of
 from fused_optim.backends import backend_of, why_reference
 from fused_optim.formats.masters import Master
 from fused_optim.formats.states import BLOCKS, state_format
@@ -217,9 +218,13 @@ def _fallbacks_of(store: StateStore, each: _Described) -> Iterator[tuple[str, st
 
 def _products(store: StateStore, rows: int | None) -> list[dict[str, Any]]:
     """By product: for how many weights, frozen ones too, it runs in FP8, and for which it does not, and why."""
+    if "fused_optim.quantized" not in sys.modules:  # which takes a while to import: then there are no such weights
+        return []
+    from fused_optim.quantized.fp8.usage import unsupported_reasons
+
     found: dict[str, dict[str, Any]] = {}
     for param, name, _ in _named(store):
-        for product, why in products_of(param, rows).items():
+        for product, why in unsupported_reasons(param, rows).items():
             counted = found.setdefault(product, {"product": product, "fp8": 0, "decoded": 0, "reasons": {}})
             counted["fp8" if why is None else "decoded"] += 1
             if why is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fused_optim.backends import load_engine
 from fused_optim.backends.compiled import run_on
-from fused_optim.quantized.compute import casts, delayed
+from fused_optim.quantized.fp8 import casts, delayed
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 SIZES = [16, 32, 48, 112, 128, 144, 256, 272, 400]

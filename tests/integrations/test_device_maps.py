@@ -21,7 +21,7 @@ from fused_optim.quantized import (
     quantize_model_,
     quantized_model_init,
 )
-from fused_optim.quantized.compute.linear import QuantizedLinear
+from fused_optim.quantized.fp8.linear import QuantizedLinear
 from quantized_cases import RECIPES
 
 accelerate = pytest.importorskip("accelerate")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fused_optim.quantized import Float8CurrentScaling
-from fused_optim.quantized.compute import products
+from fused_optim.quantized.fp8 import products
 
 
 @pytest.fixture

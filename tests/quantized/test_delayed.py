@@ -14,8 +14,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from fused_optim.quantized import Float8BlockScaling, Float8CurrentScaling, Float8DelayedScaling, quantize_model_
-from fused_optim.quantized.compute import products
-from fused_optim.quantized.compute.delayed import HISTORY
+from fused_optim.quantized.fp8 import products
+from fused_optim.quantized.fp8.delayed import HISTORY
 from product_cases import HALF_STEPS, layer_of, matrix, results
 
 DELAYED = Float8CurrentScaling(compute="fp8", activation_scaling="delayed")

@@ -23,7 +23,7 @@ from fused_optim.quantized import (
     grouped_linear,
     quantize_model_,
 )
-from fused_optim.quantized.compute import products
+from fused_optim.quantized.fp8 import products
 from fused_optim.sharding.dtensor import local_tensor
 from product_cases import matrix, rounded
 

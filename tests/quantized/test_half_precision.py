@@ -16,8 +16,8 @@ from fused_optim.quantized import (
     Recipe,
     quantize_model_,
 )
-from fused_optim.quantized.compute import casts, products
-from fused_optim.quantized.compute.usage import unsupported_reasons
+from fused_optim.quantized.fp8 import casts, products
+from fused_optim.quantized.fp8.usage import unsupported_reasons
 from product_cases import DECODED, RECIPES, Reference, matrix, results, sums
 
 HALF = torch.float16

@@ -33,8 +33,8 @@ from fused_optim.quantized import (
     quantize_model_,
     save_quantized_safetensors,
 )
-from fused_optim.quantized.compute.kept import plain_values
-from fused_optim.quantized.compute.linear import QuantizedLinear
+from fused_optim.quantized.fp8.kept import plain_values
+from fused_optim.quantized.fp8.linear import QuantizedLinear
 from fused_optim.sharding.dtensor import local_tensor
 from pairwise import pairwise
 

@@ -15,7 +15,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_optim.quantized import QuantizedTensor
-from fused_optim.quantized.compute import casts, microscaling, products
+from fused_optim.quantized.fp8 import casts, microscaling, products
 from product_cases import RECIPES, layer_of, matrix, results
 
 FORMATS = pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])

@@ -22,8 +22,8 @@ from fused_optim.quantized import (
     Recipe,
     quantize_model_,
 )
-from fused_optim.quantized.compute import casts, products
-from fused_optim.quantized.compute.linear import QuantizedLinear
+from fused_optim.quantized.fp8 import casts, products
+from fused_optim.quantized.fp8.linear import QuantizedLinear
 from fused_optim.quantized.recipes import elements
 from product_cases import RECIPES, Reference, code_error, decoded_recipe, layer_of, matrix, results, rounded, sums
 

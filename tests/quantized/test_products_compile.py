@@ -17,7 +17,7 @@ import distributed
 from distributed import long, on_each_device
 from fused_optim import FusedAdam
 from fused_optim.quantized import dequantize_model_, quantize_model_
-from fused_optim.quantized.compute import casts, products
+from fused_optim.quantized.fp8 import casts, products
 from product_cases import RECIPES, matrix, results
 
 NAMES = ["tensor", "row", "row, FP8 weight gradients", "block"]

@@ -27,7 +27,7 @@ from fused_optim.quantized import (
     Recipe,
     quantize_model_,
 )
-from fused_optim.quantized.compute import grouped, products
+from fused_optim.quantized.fp8 import grouped, products
 from fused_optim.quantized.model.selection import gains
 from fused_optim.sharding.dtensor import local_tensor
 from product_cases import RECIPES

@@ -21,8 +21,8 @@ import distributed
 from distributed import on_each_device
 from fused_optim import FusedAdam
 from fused_optim.quantized import Recipe, quantize_model_
-from fused_optim.quantized.compute import casts, products
-from fused_optim.quantized.compute.linear import QuantizedLinear
+from fused_optim.quantized.fp8 import casts, products
+from fused_optim.quantized.fp8.linear import QuantizedLinear
 from pairwise import each_once_with, pairwise
 from product_cases import RECIPES, matrix
 

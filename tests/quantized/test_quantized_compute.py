@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from fused_optim.quantized import Float8BlockScaling, Float8CurrentScaling, Float8DelayedScaling, quantize_model_
-from fused_optim.quantized.compute import casts, products
-from fused_optim.quantized.compute.linear import QuantizedLinear
+from fused_optim.quantized.fp8 import casts, products
+from fused_optim.quantized.fp8.linear import QuantizedLinear
 from product_cases import RECIPES, layer_of, matrix
 
 

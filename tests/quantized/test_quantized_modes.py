@@ -24,7 +24,7 @@ from fused_optim.quantized import (
     grouped_linear,
     quantize_model_,
 )
-from fused_optim.quantized.compute.linear import QuantizedLinear
+from fused_optim.quantized.fp8.linear import QuantizedLinear
 from product_cases import RECIPES as PRODUCTS
 from product_cases import matrix
 from quantized_cases import RECIPES, values

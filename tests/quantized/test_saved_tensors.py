@@ -19,8 +19,8 @@ from fused_optim.quantized import (
     Recipe,
     quantize_model_,
 )
-from fused_optim.quantized.compute import products
-from fused_optim.quantized.compute.casts import Codes
+from fused_optim.quantized.fp8 import products
+from fused_optim.quantized.fp8.casts import Codes
 from product_cases import matrix
 
 RECIPES: dict[str, Recipe] = {

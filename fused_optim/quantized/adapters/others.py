@@ -54,8 +54,8 @@ def needs_master(param: Tensor) -> str | None:
         return "its quantize_ rounds to nearest, so that small updates would be lost"
     # TransformerEngine's own FusedAdam takes these without masters, and so do programs that were written for it.
     warnings.warn(
-        f"{type(local).__name__} without a master: its quantize_ rounds to nearest, so that updates of less than half a "
-        "step are lost; use master_bits=32 (master_weights=True)",
+        f"{type(local).__name__} without a master: its quantize_ rounds to nearest, so that updates of less than half "
+        "a step are lost; use master_bits=32 (master_weights=True)",
         stacklevel=2,
     )
     return None
@@ -244,10 +244,6 @@ def batch(updates: Sequence[Update]) -> Batch:
 
 
 # --- of no use here ---------------------------------------------------------------------------------------------
-
-
-def products(param: Tensor, rows: int | None) -> dict[str, str | None]:
-    return {}  # its own library decides
 
 
 def parts(param: Tensor) -> None:

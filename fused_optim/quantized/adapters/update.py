@@ -23,7 +23,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from fused_optim.adapters import COMPARED, Place, Target, Update, equal_or_nan
 from fused_optim.backends.compiled import increment_versions
 from fused_optim.memory.by_parameter import reference_to
-from fused_optim.quantized.compute import usage
 from fused_optim.quantized.recipes import Encoding, Recipe, as_matrix, codec, matrix_range, tiles
 from fused_optim.quantized.tensor import Initials, QuantizedTensor, local_weight
 from fused_optim.sharding.dtensor import shard_offsets, shard_ranges, sharded_dim, sharding_dims
@@ -82,10 +81,6 @@ def codes(local: Tensor) -> Tensor:
 
 def keeps(param: Tensor, master: Tensor) -> bool:
     return False  # checkpoints have all scales
-
-
-def products(param: Tensor, rows: int | None) -> dict[str, str | None]:
-    return usage.unsupported_reasons(param, rows)
 
 
 def parts(param: Tensor) -> dict[str, Tensor]:

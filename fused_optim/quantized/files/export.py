@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fused_optim.quantized.compute.kept import plain_values
 from fused_optim.quantized.files import layouts
 from fused_optim.quantized.files.layouts import Layout, Readers
+from fused_optim.quantized.fp8.kept import plain_values
 from fused_optim.quantized.recipes import Float8TensorScaling, NVFP4BlockScaling, Recipe
 from fused_optim.quantized.tensor import QuantizedTensor, local_weight
 from fused_optim.roles import is_head, is_router

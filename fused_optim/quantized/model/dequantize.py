@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fused_optim.memory.replaced import mark_replaced
-from fused_optim.quantized.compute.kept import kept_weight
-from fused_optim.quantized.compute.linear import revert
+from fused_optim.quantized.fp8.kept import kept_weight
+from fused_optim.quantized.fp8.linear import revert
 from fused_optim.quantized.tensor import QuantizedTensor, local_weight
 from fused_optim.sharding import fsdp
 from fused_optim.sharding.dtensor import local_tensor, rewrap_like

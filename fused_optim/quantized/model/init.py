@@ -16,8 +16,8 @@ from fused_optim.adapters import Update
 from fused_optim.memory import copies
 from fused_optim.memory.replaced import mark_replaced
 from fused_optim.quantized.adapters import update
-from fused_optim.quantized.compute import linear
-from fused_optim.quantized.compute.kept import keep_assigned, kept_like, kept_weight
+from fused_optim.quantized.fp8 import linear
+from fused_optim.quantized.fp8.kept import keep_assigned, kept_like, kept_weight
 from fused_optim.quantized.model.selection import (
     Chosen,
     Filter,

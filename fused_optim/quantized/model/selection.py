@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from fused_optim.quantized.compute import GroupedLinear, grouped, measured, products
-from fused_optim.quantized.compute.kept import kept_weight
+from fused_optim.quantized.fp8 import GroupedLinear, grouped, measured, products
+from fused_optim.quantized.fp8.kept import kept_weight
 from fused_optim.quantized.recipes import Recipe, check_recipe
 from fused_optim.quantized.tensor import QuantizedTensor
 from fused_optim.roles import is_adapter, is_embedding, is_expert, is_head, is_router

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fused_optim.quantized.compute import casts
-from fused_optim.quantized.compute.casts import Codes
+from fused_optim.quantized.fp8 import casts
+from fused_optim.quantized.fp8.casts import Codes
 from fused_optim.quantized.recipes import ProductFormat
 
 HISTORY = 16  # passes
@@ -41,7 +41,7 @@ def cast_both(
     begins: bool = False,
     tiles: bool = False,
 ) -> tuple[Codes | None, Codes | None]:
-    """:func:`~fused_optim.quantized.compute.casts.cast_both` as a format wants it, with a delayed scale if any."""
+    """:func:`~fused_optim.quantized.fp8.casts.cast_both` as a format wants it, with a delayed scale if any."""
     x = x.contiguous()
     if history is None:
         return casts.cast_both(x, dtype, format.scaling, format.power_of_two, rows, columns, tiles)

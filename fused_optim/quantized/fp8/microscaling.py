@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
-from fused_optim.quantized.compute.casts import Codes
+from fused_optim.quantized.fp8.casts import Codes
 from fused_optim.quantized.recipes import Scaling
 
 

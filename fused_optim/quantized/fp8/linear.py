@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from fused_optim.quantized.compute import casts, products
-from fused_optim.quantized.compute.autograd import (
+from fused_optim.quantized.fp8 import casts, products
+from fused_optim.quantized.fp8.autograd import (
     as_autocast_wants,
     check_backward,
     decoded_for_transform,
     is_transformed,
 )
-from fused_optim.quantized.compute.casts import Codes
-from fused_optim.quantized.compute.decoded import decoded_linear
-from fused_optim.quantized.compute.delayed import HISTORY, Histories, cast_both
-from fused_optim.quantized.compute.kept import KeptWeight, kept_weight, quantized
-from fused_optim.quantized.compute.measured import Instead
-from fused_optim.quantized.compute.products import InFP8
+from fused_optim.quantized.fp8.casts import Codes
+from fused_optim.quantized.fp8.decoded import decoded_linear
+from fused_optim.quantized.fp8.delayed import HISTORY, Histories, cast_both
+from fused_optim.quantized.fp8.kept import KeptWeight, kept_weight, quantized
+from fused_optim.quantized.fp8.measured import Instead
+from fused_optim.quantized.fp8.products import InFP8
 from fused_optim.quantized.recipes import ProductFormat
 from fused_optim.quantized.tensor import Args, Kwargs, QuantizedTensor, decoded, implements
 from fused_optim.sharding.dtensor import local_tensor

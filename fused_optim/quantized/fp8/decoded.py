@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fused_optim.quantized.compute import casts
+from fused_optim.quantized.fp8 import casts
 from fused_optim.quantized.tensor import QuantizedTensor, decoded
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fused_optim.quantized.compute import casts, products
+from fused_optim.quantized.fp8 import casts, products
 from fused_optim.quantized.tensor import Args, Kwargs, QuantizedTensor, decoded, implements
 
 aten = torch.ops.aten

@@ -7,13 +7,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fused_optim.quantized.compute import grouped, products
-from fused_optim.quantized.compute.casts import BLOCK
-from fused_optim.quantized.compute.kept import kept_weight
-from fused_optim.quantized.compute.measured import Instead
-from fused_optim.quantized.compute.products import PRODUCTS, Product
+from fused_optim.quantized.fp8 import grouped, products
+from fused_optim.quantized.fp8.casts import BLOCK
+from fused_optim.quantized.fp8.kept import kept_weight
+from fused_optim.quantized.fp8.measured import Instead
+from fused_optim.quantized.fp8.products import PRODUCTS, Product
 from fused_optim.quantized.recipes import ProductFormat
 from fused_optim.quantized.tensor import QuantizedTensor, local_weight
+from fused_optim.sharding.dtensor import local_tensor
 
 MANY = 1 << 62  # rows: more than any measured number
 
@@ -24,6 +25,12 @@ def unsupported_reasons(param: Tensor, rows: int | None = None) -> dict[str, str
     ``param`` may be a shard: FSDP2 gathers it, tensor parallelism does not. Weights of three dims are taken for those
     of experts (``grouped.py``). ``rows``: of activations; None: a number that suits all products.
     """
+    if isinstance(local_tensor(param), QuantizedTensor):
+        return _of_quantized(param, rows)
+    return {} if kept_weight(param) is None else _of_kept(param, rows)
+
+
+def _of_quantized(param: Tensor, rows: int | None) -> dict[str, str | None]:
     local = local_weight(param)
     if local.recipe.products is None:
         return {}
@@ -40,8 +47,8 @@ def unsupported_reasons(param: Tensor, rows: int | None = None) -> dict[str, str
     return found
 
 
-def unsupported_reasons_of_kept(param: Tensor, rows: int | None = None) -> dict[str, str | None]:
-    """:func:`unsupported_reasons` of a :class:`KeptWeight`; a shard counts as what is gathered of it."""
+def _of_kept(param: Tensor, rows: int | None) -> dict[str, str | None]:
+    """A shard counts as what is gathered of it."""
     kept = kept_weight(param)
     assert kept is not None
     recipe, format = kept.recipe, kept.recipe.products

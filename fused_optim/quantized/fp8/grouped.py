@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fused_optim.quantized.compute import casts, measured, products
-from fused_optim.quantized.compute.autograd import as_autocast_wants, check_backward, is_transformed
-from fused_optim.quantized.compute.casts import Codes
-from fused_optim.quantized.compute.kept import KeptWeight, quantized
-from fused_optim.quantized.compute.linear import format_of, gradients_of, output_of
-from fused_optim.quantized.compute.measured import Instead
-from fused_optim.quantized.compute.products import NONE, InFP8, Product
+from fused_optim.quantized.fp8 import casts, measured, products
+from fused_optim.quantized.fp8.autograd import as_autocast_wants, check_backward, is_transformed
+from fused_optim.quantized.fp8.casts import Codes
+from fused_optim.quantized.fp8.kept import KeptWeight, quantized
+from fused_optim.quantized.fp8.linear import format_of, gradients_of, output_of
+from fused_optim.quantized.fp8.measured import Instead
+from fused_optim.quantized.fp8.products import NONE, InFP8, Product
 from fused_optim.quantized.recipes import Recipe
 from fused_optim.quantized.tensor import QuantizedTensor, decoded
 

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
-from fused_optim.quantized.compute import casts, measured, microscaling
-from fused_optim.quantized.compute.casts import BLOCK, Codes
-from fused_optim.quantized.compute.kept import KeptWeight
-from fused_optim.quantized.compute.measured import Instead
+from fused_optim.quantized.fp8 import casts, measured, microscaling
+from fused_optim.quantized.fp8.casts import BLOCK, Codes
+from fused_optim.quantized.fp8.kept import KeptWeight
+from fused_optim.quantized.fp8.measured import Instead
 from fused_optim.quantized.recipes import ProductFormat, Recipe, Scaling
 from fused_optim.quantized.tensor import QuantizedTensor
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from fused_optim.quantized.compute import casts
+from fused_optim.quantized.fp8 import casts
 from fused_optim.quantized.recipes import Components, Encoding, Recipe, as_matrix, codec
 from fused_optim.quantized.tensor import QuantizedTensor, all_gather, patches
 from fused_optim.quantized.tensor.dispatch import NO_RECIPE, as_parameter, asked_by, called_by
