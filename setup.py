@@ -53,8 +53,6 @@ OWN_KERNELS = {
     "kMuon": ("kFloat32", "kFloat8", "kInt8"),
     "kDescent": ("kFloat32",),
 }
-# Rules with kernels for diagnostics, as in diagnosis.h.
-DIAGNOSED_RULES = ("kAdam", "kLion")
 
 
 class Unavailable(Exception):
@@ -83,7 +81,6 @@ def plan_cpu(cxx: str) -> Engine:
         f"bindings.{TAG}": bindings("cpu", cxx, *defines),
         "launch": (SOURCES / "cpu/launch.cpp", [cxx, *CXX_FLAGS, *defines]),
         "launch_quantize": (SOURCES / "cpu/launch_quantize.cpp", [cxx, *CXX_FLAGS, *defines]),
-        "launch_diagnose": (SOURCES / "cpu/launch_diagnose.cpp", [cxx, *CXX_FLAGS, *defines]),
         "norm": (SOURCES / "cpu/norm.cpp", [cxx, *CXX_FLAGS]),
         "cast": (SOURCES / "cpu/cast.cpp", [cxx, *CXX_FLAGS]),
         "collect": (SOURCES / "cpu/collect.cpp", [cxx, *CXX_FLAGS]),
@@ -95,7 +92,6 @@ def plan_cpu(cxx: str) -> Engine:
         compile_inner = [cxx, *CXX_FLAGS, *flags, f"-DFUSED_OPTIM_ISA={isa}"]
         objects[isa] = SOURCES / "cpu/apply.cpp", compile_inner
         objects[f"quantize_{isa}"] = SOURCES / "cpu/quantize.cpp", compile_inner
-        objects[f"diagnose_{isa}"] = SOURCES / "cpu/diagnose.cpp", compile_inner
     compiler = capture(cxx, "--version").splitlines()[0]
     return Engine(compiler, {"isas": [*isas], "flags": CXX_FLAGS}, objects, [])
 
@@ -118,11 +114,6 @@ def plan_cuda(cxx: str) -> Engine:
         **{f"kernel_any_{rule}": (any_of_them, of_rule(compile_kernels, rule)) for rule in OWN_KERNELS},
         "apply": (SOURCES / "cuda/apply.cu", compile_kernels),
         "norm": (SOURCES / "cuda/norm.cu", compile_kernels),
-        **{
-            f"diagnose_{rule}": (SOURCES / "cuda/diagnose.cu", of_rule(compile_kernels, rule))
-            for rule in DIAGNOSED_RULES
-        },
-        "launch_diagnose": (SOURCES / "cuda/launch_diagnose.cu", compile_kernels),
         "quantize": (SOURCES / "cuda/quantize.cu", compile_kernels),
         "cast": (SOURCES / "cuda/cast.cu", compile_kernels),
         "collect": (SOURCES / "cuda/collect.cu", compile_kernels),

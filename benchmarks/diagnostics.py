@@ -3,7 +3,7 @@
     python benchmarks/diagnostics.py [--device cuda] [--output diagnostics.json]
 
 On a GPU the parameters are those of a 1.2 B model, on a CPU two layers of it and a small vocabulary. The time is that
-of the whole call, the report on the host included.
+of the whole call, the report on the host included. ``ns_per_element``: per element that is read.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from fused_optim import FusedAdamW
+from fused_optim.step.diagnostics import LIMIT
 from step import WORKLOADS, Shapes, machine, write
 
 CHOICES = {
@@ -42,7 +43,7 @@ def timed(work: Callable[[], object], device: str) -> tuple[float, float]:
 def measure(shapes: Shapes, device: str, repeats: int, choice: dict[str, object]) -> dict[str, float]:
     """Medians of steps and diagnostics that take turns, after one of each that warms up.
 
-    ``steps``: by the time of CPU threads on a CPU, which other processes lengthen less, else by the clock.
+    Ratios: by the time of CPU threads on a CPU, which other processes lengthen less, else by the clock.
     """
     options = {"dtype": torch.bfloat16, **choice}
     dtype = options.pop("dtype")
@@ -55,8 +56,13 @@ def measure(shapes: Shapes, device: str, repeats: int, choice: dict[str, object]
     (step, step_cpu), (look, look_cpu) = (map(statistics.median, zip(*each, strict=True)) for each in (steps, looks))
     found = {"step_ms": 1e3 * step, "diagnostics_ms": 1e3 * look}
     if device == "cuda":
-        return {**found, "steps": look / step}
-    return {**found, "step_cpu_ms": 1e3 * step_cpu, "diagnostics_cpu_ms": 1e3 * look_cpu, "steps": look_cpu / step_cpu}
+        return {**found, "steps": look / step, "ns_per_element": 1e9 * look / elements_read(shapes)}
+    found |= {"step_cpu_ms": 1e3 * step_cpu, "diagnostics_cpu_ms": 1e3 * look_cpu, "steps": look_cpu / step_cpu}
+    return {**found, "ns_per_element": 1e9 * look_cpu / elements_read(shapes)}
+
+
+def elements_read(shapes: Shapes) -> int:
+    return sum(min(math.prod(shape), LIMIT) for shape in shapes)
 
 
 def main() -> None:
@@ -72,6 +78,7 @@ def main() -> None:
         "device": options.device,
         "parameters": len(shapes),
         "elements": sum(map(math.prod, shapes)),
+        "elements_read": elements_read(shapes),
         "choices": {},
     }
     for name, choice in CHOICES.items():

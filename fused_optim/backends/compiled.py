@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fused_optim.backends import Compiled, ShardWork, load_engine
-from fused_optim.backends.engine import CachedShard, CudaEngine, Engine, EngineTensorReader
+from fused_optim.backends.engine import CachedShard, Engine, EngineTensorReader
 from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.memory.by_parameter import ByParameter
 from fused_optim.memory.layout import StateLayout
@@ -239,20 +239,6 @@ class CompiledShards:
             return run_on(self._device)
         size = 0 if workspace is None else workspace.nbytes
         return {"workspace": address(workspace), "workspace_size": size, **run_on(self._device)}
-
-    def diagnose(self, hypers: list[Hyper], shards: Sequence[int], rows: Sequence[int]) -> None:
-        """What this step would do to some shards, as sums: nothing is written but these, as ``diagnose.h`` has it.
-
-        ``shards``: the numbers of shards with gradients and elements. ``rows``: of each the address of FP64 numbers on
-        the device.
-        """
-        self._set_groups(hypers)
-        where = run_on(self._device)
-        if self._backend == "cuda":
-            engine = cast(CudaEngine, load_engine("cuda")[0])
-            workspace = torch.empty(engine.DIAGNOSIS_WORKSPACE, dtype=torch.uint8, device=self._device)
-            where["workspace"] = workspace.data_ptr()
-        self._table.diagnose(shards, rows, **where)
 
     def _set_groups(self, hypers: list[Hyper]) -> None:
         for group, h in enumerate(hypers):

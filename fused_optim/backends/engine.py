@@ -87,7 +87,6 @@ class EngineShardTable(Protocol):
     def launch_matrix_pass(
         self, first: bool, shards: list[int], values: list[int], types: Sequence[int], **where: int
     ) -> None: ...
-    def diagnose(self, shards: Sequence[int], rows: Sequence[int], **where: int) -> None: ...
 
 
 class EngineMarkedRows(Protocol):
@@ -252,8 +251,6 @@ class CpuEngine(Engine, Protocol):
 class CudaEngine(Engine, Protocol):
     """What only the CUDA engine has."""
 
-    @property
-    def DIAGNOSIS_WORKSPACE(self) -> int: ...
     @property
     def NORM_SUMS(self) -> int: ...
 

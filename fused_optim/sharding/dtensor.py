@@ -241,9 +241,12 @@ class Geometry:
     def blocks(self) -> int:
         return -(-self.numel // self.block) if self.block else 0
 
-    def global_indices(self, device: torch.device, first: int = 0, last: int | None = None) -> Tensor:
-        """Of the local elements from ``first`` on, up to ``last``: int64."""
-        i = torch.arange(first, self.numel if last is None else last, device=device)
+    def global_indices(self, device: torch.device) -> Tensor:
+        """Of all local elements: int64."""
+        return self.global_of(torch.arange(self.numel, device=device))
+
+    def global_of(self, i: Tensor) -> Tensor:
+        """Of some local elements: int64."""
         return self.offset + i // self.inner_local * self.inner_global + i % self.inner_local
 
     def of_rows(self, start: int, numel: int) -> Geometry:

@@ -1,47 +1,49 @@
-"""What the next step will do to each parameter, and what rounding makes of it: one extra pass that changes nothing.
+"""What the next step will do to each parameter, and what rounding makes of it: an extra pass that changes nothing.
 
-The next step's plan is refreshed, as the step will do, and what it would refuse raises here. Then each backend makes
-the pass over its own shards; what it gives are sums, and bounds of scales. It is made on request only; nothing of it is
-in the way of ``step()``.
+The formulas are the reference's. They are applied to a sample of each parameter, which gives sums, and bounds of
+scales; ranks add up theirs. The pass is made on request only; nothing of it is in the way of ``step()``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fused_optim.adapters import adapter_of
-from fused_optim.backends.compiled import CompiledShards
 from fused_optim.backends.torch_reference import derive
-from fused_optim.formats.masters import Master
-from fused_optim.formats.rounding import rounding_key
+from fused_optim.decorators import with_denormals
+from fused_optim.formats.arithmetic import MASK32
+from fused_optim.formats.elements import ROTATING
+from fused_optim.formats.masters import Master, join_remainder, split_remainder
+from fused_optim.formats.rounding import finalize, master_rounding, rounding_bits, rounding_key
+from fused_optim.formats.states import FLOAT16, Kind, StateFormat, decode_state, encode_state
+from fused_optim.memory.layout import MASTER
 from fused_optim.options.checks import check_states, check_update, describe
-from fused_optim.rule import Hyper, Rule
+from fused_optim.rule import Hyper, Rule, Scalars
 from fused_optim.sharding.collective import failing_together
-from fused_optim.sharding.dtensor import dense, finished_local, local_tensor, sharding_dims
+from fused_optim.sharding.dtensor import Geometry, dense, finished_local, local_tensor, sharding_dims
 from fused_optim.state.param_state import ParamState
 from fused_optim.state.store import StateStore
-from fused_optim.step.agreement import Agreement, Own, is_misplaced
+from fused_optim.step.agreement import Agreement, Own
 from fused_optim.step.diagnosed_matrices import sigma_errors
-from fused_optim.step.diagnosed_pieces import OF_ALL, OF_STATE, LookedAt, add_shard, sums_of
-from fused_optim.step.parts import Part
-from fused_optim.step.plan import Plan, placed_as
+from fused_optim.step.plan import placed_as
 
+LIMIT = 2**20  # elements of a parameter that are looked at, of all ranks together
 Hypers = Callable[[torch.device], list[Hyper]]  # of the next step, one per param group
-_Kind = tuple[torch.device, int]  # of rows: how many states there are
+_RUN = 128  # neighbouring elements in a sample: whole blocks of scales, whatever their size
+# A row has six sums of a parameter, five of each state, and then the bounds of each state's scales, the least with its
+# sign changed: so both are maxima.
+_OF_ALL, _OF_STATE = 6, 5
 _ELSEWHERE = "diagnostics(): another rank cannot look at its parameters; its error says why"
 _LOOKED_AT = 4  # parameters of each group whose matrices are orthogonalized
 _SIGMA_ERROR = "sigma_error"
-_ROUNDED = slice(4, 6)  # of a row: what the update moves, and what rounding loses of that
 
 
 class Diagnostics(dict[str, Any]):
@@ -56,6 +58,9 @@ class Diagnostics(dict[str, Any]):
     * of moments with scales ``exp_avg_saturated``, the share of elements with their block's largest code (one in each
       block at least), ``exp_avg_lowest``, the share of values other than 0 that get the smallest code or 0, and
       ``exp_avg_scale_min``, ``exp_avg_scale_max`` of scales other than 0; likewise ``exp_avg_sq_...``.
+
+    Of a parameter with more than 2^20 elements these are estimates, from 2^20 of them: whole blocks, spread evenly, and
+    the same ones at each call. Elsewhere all elements count.
 
     Muon's matrices have ``sigma_error`` instead: the mean of |sigma - 1| over the singular values of the update. It is
     computed for a few parameters of each group, and the group has their mean.
@@ -91,103 +96,41 @@ class _Member(NamedTuple):
         return self.name or describe(self.param, self.position)
 
     def states_to_change(self, store: StateStore) -> ParamState | None:
-        """Those that the step updates, of a parameter with elements. Raises for what the step would refuse."""
+        """Those that the step updates. Raises for what the step would refuse."""
         if self.grad is None or self.param not in store:
             return None
         states = store[self.param]
         check_update(self.param, self.grad, self.position, self.name)
         layout = states.layout
         check_states(self.param, states.tensors, layout.dtypes(), self.position, self.name, layout.offloaded)
-        return states if local_tensor(self.param).numel() else None
+        return states
 
     def local_gradient(self) -> Tensor:
-        """Dense."""
+        """Dense. A collective where it is placed otherwise than the parameter."""
         assert self.grad is not None
         return dense(finished_local(placed_as(self.grad, self.param)))
 
 
-class _Rows:
-    """Of each parameter sums, then the bounds of its states' scales, on its device.
-
-    A bound's least has its sign changed, so that both are maxima.
-    """
-
-    def __init__(self, members: Sequence[_Member]) -> None:
-        kinds = [(local_tensor(each.param).device, len(each.rule.states)) for each in members]
-        self._matrices: dict[_Kind, Tensor] = {}
-        for device, states in dict.fromkeys(kinds):
-            sums = len(sums_of(("",) * states))
-            matrix = torch.zeros(kinds.count((device, states)), sums + 2 * states, dtype=torch.float64, device=device)
-            matrix[:, sums:] = -math.inf
-            self._matrices[device, states] = matrix
-        used = dict.fromkeys(self._matrices, 0)
-        self._places: dict[int, tuple[_Kind, int]] = {}
-        for each, kind in zip(members, kinds, strict=True):
-            self._places[each.position] = kind, used[kind]
-            used[kind] += 1
-
-    def of(self, index: int) -> Tensor:
-        """A parameter's, by its position."""
-        kind, row = self._places[index]
-        return self._matrices[kind][row]
-
-    def addresses(self, indices: Iterable[int]) -> list[int]:
-        """Of parameters' rows."""
-        first = {kind: matrix.data_ptr() for kind, matrix in self._matrices.items()}
-        width = {kind: matrix.shape[1] * matrix.element_size() for kind, matrix in self._matrices.items()}
-        return [first[kind] + row * width[kind] for kind, row in map(self._places.__getitem__, indices)]
-
-    def reduce(self, members: Iterable[_Member]) -> None:
-        """Replace each row by that over the ranks that hold the parameter's shards."""
-        alike: dict[tuple[DeviceMesh, tuple[int, ...], _Kind], list[int]] = {}
-        for each in members:
-            param = each.param
-            if isinstance(param, DTensor) and (dims := sharding_dims(param)):
-                kind, row = self._places[each.position]
-                alike.setdefault((param.device_mesh, tuple(dims), kind), []).append(row)
-        for (mesh, dims, kind), some in alike.items():
-            matrix, sums = self._matrices[kind], len(sums_of(("",) * kind[1]))
-            own = matrix[some].to(mesh.device_type)
-            both = [own[:, :sums].contiguous(), own[:, sums:].contiguous()]
-            for dim in dims:
-                for values, how in zip(both, (dist.ReduceOp.SUM, dist.ReduceOp.MAX), strict=True):
-                    dist.all_reduce(values, how, group=mesh.get_group(dim))
-            matrix[some] = torch.cat(both, 1).to(matrix.device)
-
-    def on_host(self) -> dict[int, list[float]]:
-        """By the parameters' positions. Each device is waited for once."""
-        listed = {kind: matrix.tolist() for kind, matrix in self._matrices.items()}
-        return {index: listed[kind][row] for index, (kind, row) in self._places.items()}
-
-
-def diagnose(store: StateStore, hypers: Hypers, refreshed_plan: Callable[[], Plan]) -> Diagnostics:
-    """A collective over the meshes of parameters. ``refreshed_plan``: gives the next step's, with its gradients.
+@with_denormals
+def diagnose(store: StateStore, hypers: Hypers) -> Diagnostics:
+    """A collective over the meshes of parameters, whose masters have followed what others have written.
 
     Raises RuntimeError where no parameter has states, and for gradients and states that cannot be used; where another
     rank does, FailedElsewhere, a ValueError.
     """
     everything = _members(store)
     members = [each for each in everything if not each.rule.whole_matrices]
-    rows = _Rows(members)
     with failing_together(store.params, _ELSEWHERE):
         Agreement(lambda: store.params).reach(Own.of_all(store, every=True))
-        sent = [each.param for each in everything if is_misplaced(each.param, each.grad)]  # alike on all ranks, hence
-        with failing_together(sent, _ELSEWHERE) if sent else nullcontext():
-            for each in everything if sent else ():
-                each.states_to_change(store)
+        states = {each.position: each.states_to_change(store) for each in everything}
         if not any(param in store for param in store.params):
             raise RuntimeError(
                 "diagnostics() looks at the next step of existing states: call step() or initialize_state()"
             )
-        plan, by_position = refreshed_plan(), {each.position: each for each in members}
-        try:
-            for part in plan.parts:
-                _look(store, part, by_position, hypers(part.device), rows)
-        finally:
-            plan.give_up()
-    rows.reduce(members)
-    report = _report(store, members, rows.on_host())
-    _add_matrices(store, report, [each for each in everything if each.rule.whole_matrices], hypers)
+    with failing_together(store.params, _ELSEWHERE):
+        rows = _rows(store, members, states, hypers)
+    report = _report(store, members, _of_all_ranks(members, rows))
+    _add_matrices(report, [each for each in everything if each.rule.whole_matrices], states, hypers)
     return report
 
 
@@ -202,35 +145,177 @@ def _members(store: StateStore) -> list[_Member]:
     return found
 
 
-def _look(store: StateStore, part: Part, members: Mapping[int, _Member], hypers: list[Hyper], rows: _Rows) -> None:
-    """Fill the rows of a part's shards, by the backend that updates them.
+# --- a sample of a parameter --------------------------------------------------------------------------------------
 
-    The reference looks at states in host memory, which it fetches piece by piece; matrices have no rows.
+
+class _Sample(NamedTuple):
+    """Some elements of a parameter, on its device.
+
+    ``elements``: their places in the local shard: whole blocks. ``u``: the fractions by which they are rounded.
     """
-    own = [(i, part.indices[i]) for i in part.shards.with_gradients() if part.indices[i] in members]
-    own = [(i, index) for i, index in own if local_tensor(members[index].param).numel()]
-    if not isinstance(part.shards, CompiledShards):
-        return _by_reference(store, [members[index] for _, index in own], hypers, rows)
-    part.shards.diagnose(hypers, [i for i, _ in own], rows.addresses(index for _, index in own))
-    for _, index in own:
-        param = members[index].param
-        if adapter_of(param) is not None and store.layouts[param].master is Master.PARAMETER:
-            rows.of(index)[_ROUNDED] = 0.0  # only its library knows what rounding makes of the new values
+
+    states: ParamState
+    elements: Tensor
+    u: Tensor
+
+    def values(self, name: str) -> Tensor:
+        """Of a state, or of an FP16 master, in FP32."""
+        stored = self.states.stored(name)
+        bits, scale = _at(stored.bits, self.elements), stored.scale
+        if scale is not None:
+            scale = _at(scale, self.elements[:: stored.block] // stored.block)
+        return replace(stored, bits=bits, scale=scale).read()
+
+    def master(self) -> Tensor:
+        """In FP32."""
+        kind, tensors = self.states.layout.master, self.states.tensors
+        if kind is Master.FLOAT16:
+            return self.values(MASTER)
+        if kind is Master.FLOAT32:
+            return _at(tensors[MASTER], self.elements)
+        local, adapter = local_tensor(self.states.param.detach()), adapter_of(self.states.param)
+        high = _at(local if adapter is None else adapter.values(local), self.elements)
+        return high.float() if kind is Master.PARAMETER else join_remainder(high, _at(tensors[MASTER], self.elements))
+
+    def rounded_master(self, before: Tensor, after: Tensor) -> Tensor | None:
+        """What the step makes of the new master. None for quantized parameters without one: their library knows."""
+        kind, block, param = self.states.layout.master, self.states.layout.geometry.block, self.states.param
+        if kind is Master.REMAINDER8:
+            return join_remainder(*split_remainder(after, kind, self.u))
+        if kind is Master.FLOAT16:
+            bits, scale = encode_state(after, Kind.MASTER, FLOAT16, block, master_rounding(before, after, self.u))
+            return decode_state(bits, scale, Kind.MASTER, FLOAT16, block)
+        if kind is not Master.PARAMETER:
+            return after
+        if adapter_of(param) is not None:
+            return None
+        return ROTATING[param.dtype](after, self.u).float() if param.dtype in ROTATING else after
 
 
-def _by_reference(store: StateStore, members: Iterable[_Member], hypers: Sequence[Hyper], rows: _Rows) -> None:
-    derived, numbers, seed = list(map(derive, hypers)), store.rounding_numbers(), store.settings.seed
+def _at(tensor: Tensor, places: Tensor) -> Tensor:
+    flat = local_tensor(tensor).reshape(-1)
+    return flat[places.to(flat.device)].to(places.device)
+
+
+def _elements(param: Tensor, geometry: Geometry) -> Tensor:
+    """Of the local shard: all, or one run of each of some stretches of equal length.
+
+    Where in its stretch a hash tells: with even steps it could be the same columns of each row.
+    """
+    device, runs = local_tensor(param).device, -(-geometry.numel // _RUN)
+    count = max(runs * min(LIMIT, param.numel()) // param.numel(), 1)
+    stretches = torch.arange(count + 1, device=device) * runs // count
+    first = stretches[:-1] + (stretches.diff() * finalize(stretches[:-1] + geometry.offset // _RUN & MASK32) >> 32)
+    found = (first[:, None] * _RUN + torch.arange(_RUN, device=device)).view(-1)
+    return found[found < geometry.numel]
+
+
+def _rows(
+    store: StateStore, members: Iterable[_Member], states: Mapping[int, ParamState | None], hypers: Hypers
+) -> dict[int, Tensor]:
+    """Of this rank's shards, by the parameters' positions."""
+    rows, numbers = {}, store.rounding_numbers()
+    derived: dict[torch.device, list[tuple[Scalars, int | None]]] = {}
     for each in members:
-        scalars, offset = derived[each.number]
-        grad, key = each.local_gradient().view(-1), rounding_key(seed, numbers[each.position])
-        looked_at = LookedAt(store[each.param], grad, scalars, each.rule.update(scalars), offset, key)
-        add_shard(looked_at, rows.of(each.position))
+        own, device = states[each.position], local_tensor(each.param).device
+        grad = None if own is None else each.local_gradient()
+        if own is None or grad is None or not grad.numel():
+            rows[each.position] = _empty_row(each.rule, device)
+            continue
+        if device not in derived:
+            derived[device] = list(map(derive, hypers(device)))
+        scalars, offset = derived[device][each.number]
+        elements = _elements(each.param, own.layout.geometry)
+        key = rounding_key(store.settings.seed, numbers[each.position])
+        u = rounding_bits(key, own.layout.geometry.global_of(elements), offset)
+        rows[each.position] = _row(_Sample(own, elements, u), grad, each.rule, scalars)
+    return rows
+
+
+def _sums_of(rule: Rule) -> int:
+    return _OF_ALL + _OF_STATE * len(rule.states)
+
+
+def _empty_row(rule: Rule, device: torch.device) -> Tensor:
+    sums = torch.zeros(_sums_of(rule), dtype=torch.float64, device=device)
+    return torch.cat([sums, sums.new_full((2 * len(rule.states),), -math.inf)])
+
+
+def _row(sample: _Sample, grad: Tensor, rule: Rule, scalars: Scalars) -> Tensor:
+    layout, before = sample.states.layout, sample.master()
+    grad = _at(grad, sample.elements).float()
+    after, values = rule.update(scalars)(grad, before, [sample.values(spec.name) for spec in layout.specs])
+    moved = lost = torch.zeros_like(before, dtype=torch.bool)
+    rounded = sample.rounded_master(before, after)
+    if rounded is not None and scalars.step_size != 0.0:
+        moved = (values[0] != 0) | ((before != 0) & (scalars.decay != 1.0))
+        lost = moved & (rounded == before)
+    change, read = after.double() - before.double(), (grad * scalars.grad_factor).double()
+    elements = change.new_full((), before.numel())
+    counted = [elements, change.square(), before.double().square(), read.square(), moved, lost]
+    bounds = []
+    for spec, fmt, value in zip(layout.specs, layout.formats, values, strict=True):
+        found, least, largest = _rounding_of(value, spec.kind, fmt, layout.geometry.block, sample.u)
+        counted += found
+        bounds += [-least, largest]
+    factor = layout.geometry.numel / sample.elements.numel()
+    sums = torch.stack([each.sum(dtype=torch.float64) for each in counted]) * factor
+    return torch.cat([sums, torch.stack(bounds)])
+
+
+def _rounding_of(
+    value: Tensor, kind: Kind, fmt: StateFormat, block: int, u: Tensor
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """What storing a new state makes of it; of scales other than 0 the least one, and the largest."""
+    bits, scale = encode_state(value, kind, fmt, block, u)
+    kept = decode_state(bits, scale, kind, fmt, block)
+    exact = value.double()
+    sums, infinite = [exact.square(), (kept.double() - exact).square()], exact.new_full((), math.inf)
+    if scale is None:
+        none = exact.new_zeros(())
+        return [*sums, none, none, none], infinite, -infinite
+    smallest = decode_state(_first_code(bits), scale, kind, fmt, block)
+    blocks = torch.nn.functional.pad(kept.abs(), (0, -kept.numel() % block)).view(-1, block)
+    largest = blocks.amax(1).repeat_interleave(block)[: kept.numel()]
+    coded, top = value != 0, (kept != 0) & (kept.abs() == largest)
+    used, scale = (scale > 0) & scale.isfinite(), scale.double()
+    bounds = torch.where(used, scale, infinite).amin(), torch.where(used, scale, -infinite).amax()
+    return [*sums, coded, top, coded & (kept.abs() <= smallest.abs())], *bounds
+
+
+def _first_code(bits: Tensor) -> Tensor:
+    """The smallest code above that of 0, in place of all."""
+    integers = {1: torch.uint8, 2: torch.int16}[bits.element_size()]
+    return torch.ones(bits.shape, dtype=integers, device=bits.device).view(bits.dtype)
+
+
+def _of_all_ranks(members: Iterable[_Member], rows: Mapping[int, Tensor]) -> dict[int, list[float]]:
+    """Rows over the ranks that hold a parameter's shards. Each kind of rows is waited for once."""
+    alike: dict[Hashable, list[_Member]] = {}
+    for each in members:
+        mesh = each.param.device_mesh if isinstance(each.param, DTensor) else None
+        row = rows[each.position]
+        alike.setdefault((mesh, sharding_dims(each.param), row.device, len(row)), []).append(each)
+    found: dict[int, list[float]] = {}
+    for some in alike.values():
+        param, matrix = some[0].param, torch.stack([rows[each.position] for each in some])
+        sums = _sums_of(some[0].rule)
+        for dim in sharding_dims(param):
+            mesh = cast(DTensor, param).device_mesh
+            parts = [each.contiguous().to(mesh.device_type) for each in (matrix[:, :sums], matrix[:, sums:])]
+            for part, how in zip(parts, (dist.ReduceOp.SUM, dist.ReduceOp.MAX), strict=True):
+                dist.all_reduce(part, how, group=mesh.get_group(dim))
+            matrix = torch.cat(parts, 1)
+        found |= zip([each.position for each in some], matrix.tolist(), strict=True)
+    return found
 
 
 # --- whole matrices -----------------------------------------------------------------------------------------------
 
 
-def _add_matrices(store: StateStore, report: Diagnostics, members: Sequence[_Member], hypers: Hypers) -> None:
+def _add_matrices(
+    report: Diagnostics, members: Sequence[_Member], states: Mapping[int, ParamState | None], hypers: Hypers
+) -> None:
     """Of some parameters of each group, which are the same ones on all ranks."""
     chosen = [each for number in sorted({m.number for m in members}) for each in _some_of_group(members, number)]
     if not chosen:
@@ -240,17 +325,15 @@ def _add_matrices(store: StateStore, report: Diagnostics, members: Sequence[_Mem
         hyper = hypers(local_tensor(each.param).device)[each.number]
         assert hyper.orthogonalization is not None
         ways.append(replace(hyper.orthogonalization, scale=_unscaled))
-        if states := each.states_to_change(store):
-            updates[i] = _to_orthogonalize(each, states, hyper)
-        elif each.grad is not None and each.param in store:  # as on the ranks that have elements of it
-            updates[i] = torch.empty_like(local_tensor(each.param.detach()), dtype=torch.float32)
+        if (own := states[each.position]) is not None:
+            updates[i] = _to_orthogonalize(each, own, hyper)
     errors = sigma_errors([each.param for each in chosen], updates, ways)
     for i, error in errors.items():
         report["parameters"][chosen[i].shown_name] = {_SIGMA_ERROR: error}
     for number in {each.number for each in chosen}:
-        own = [error for i, error in errors.items() if chosen[i].number == number]
-        if own:
-            report["groups"][number][_SIGMA_ERROR] = math.fsum(own) / len(own)
+        of_group = [error for i, error in errors.items() if chosen[i].number == number]
+        if of_group:
+            report["groups"][number][_SIGMA_ERROR] = math.fsum(of_group) / len(of_group)
 
 
 def _some_of_group(members: Sequence[_Member], number: int) -> list[_Member]:
@@ -265,6 +348,8 @@ def _to_orthogonalize(member: _Member, states: ParamState, hyper: Hyper) -> Tens
     scalars, _ = derive(hyper)
     (spec,) = member.rule.states
     grad = member.local_gradient().float()
+    if not grad.numel():  # as on the ranks that have elements
+        return grad
     momentum = local_tensor(states.unscaled(spec.name, None)).to(grad.device)
     return member.rule.update(scalars)(grad, grad, [momentum.view(grad.shape)])[0].contiguous()
 
@@ -300,7 +385,7 @@ def _total(rows: Sequence[Sequence[float]], states: int) -> list[float]:
 
 def _values(row: Sequence[float], names: Sequence[str]) -> dict[str, float]:
     """The numbers of a parameter, or of some together. ``names``: of its states."""
-    elements, update, weight, gradient, moved, lost = row[:OF_ALL]
+    elements, update, weight, gradient, moved, lost = row[:_OF_ALL]
     if not elements:
         return {}
     found = {"update_rms": math.sqrt(update / elements), "weight_rms": math.sqrt(weight / elements)}
@@ -310,8 +395,8 @@ def _values(row: Sequence[float], names: Sequence[str]) -> dict[str, float]:
     if moved:
         found["lost_updates"] = lost / moved
     for i, name in enumerate(names):
-        first = OF_ALL + i * OF_STATE
-        value, error, coded, top, low = row[first : first + OF_STATE]
+        first = _OF_ALL + i * _OF_STATE
+        value, error, coded, top, low = row[first : first + _OF_STATE]
         least, largest = row[2 * (i - len(names))], row[2 * (i - len(names)) + 1]
         if value:
             found[f"{name}_error"] = math.sqrt(error) / math.sqrt(value)

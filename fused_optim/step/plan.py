@@ -272,15 +272,6 @@ class Plan:
                     self._set(part, i, param, attribute, shared=True)
         return True
 
-    def give_up(self) -> None:
-        """Let go of what was refreshed for a step that is not made."""
-        self._weights.end_step()
-        self._sent = None  # what was stale is not any more
-        for part in self.parts:
-            part.apart.clear()
-            part.copies.clear()
-            part.shards.works.clear()
-
     def _to_send(self, stale: Sequence[tuple[Part, int, Tensor]], attribute: str) -> Own:
         own = Own(facts=self._basis.facts)
         for part, i, param in stale:

@@ -452,22 +452,6 @@ class Stepper:
                     "shards share, which each step reduces over ranks; recipes with blocks within rows can be captured"
                 )
 
-    def plan_to_look_at(self) -> Plan:
-        """The next step's plan with its gradients, for ``diagnostics()``: to be given up. Creates no states.
-
-        The last step's, where it fits still; else one of the parameters that have states, which is not kept.
-        """
-        attribute, plan = self._store.grad_attribute, self._plan
-        if plan is not None and plan.fits(self._groups, attribute) and plan.refresh(attribute):
-            return plan
-        if plan is not None:
-            self.scalars.retire(plan.measured)
-        self.leave_plan()
-        plan = Plan(self._groups, self._store)
-        if not plan.refresh(attribute):
-            raise RuntimeError("diagnostics(): parameters or states were replaced meanwhile, by another thread")
-        return plan
-
     def next_hypers(self) -> Callable[[torch.device], list[Hyper]]:
         """Of a step that would be made now, without a GradScaler's scale, for ``diagnostics()``."""
         self.refuse_in_buckets("diagnostics()")

@@ -22,7 +22,6 @@
 #include "bindings/shard_work.h"
 #include "bindings/tensor_reader.h"
 #include "cast.h"
-#include "diagnose.h"
 #include "launch.h"
 #include "norm.h"
 #include "quantize.h"
@@ -118,13 +117,6 @@ void launch_matrix_pass(ShardTable& table, bool first, const std::vector<size_t>
     launch_step(table.matrix_pass(first, shards, values, elements_of(types)), device, stream, workspace,
                 workspace_size);
 }
-
-void diagnose(ShardTable& table, const std::vector<size_t>& shards, const std::vector<uint64_t>& rows, int device,
-              uint64_t stream, uint64_t workspace) {
-    const Step step = table.look_at(shards);
-    py::gil_scoped_release release;
-    diagnose_cuda(step, rows, device, stream, workspace);
-}
 #else
 void launch_step(const Step& step, int threads) {
     py::gil_scoped_release release;
@@ -136,15 +128,6 @@ void launch(ShardTable& table, int threads) { launch_step(table.step(), threads)
 void launch_matrix_pass(ShardTable& table, bool first, const std::vector<size_t>& shards,
                         const std::vector<uint64_t>& values, const std::vector<int>& types, int threads) {
     launch_step(table.matrix_pass(first, shards, values, elements_of(types)), threads);
-}
-
-void diagnose(ShardTable& table, const std::vector<size_t>& shards, const std::vector<uint64_t>& rows, int threads) {
-    const Step step = table.look_at(shards);
-    py::gil_scoped_release release;
-    for (size_t i = 0; i < rows.size(); ++i) {
-        const Shard& shard = step.shards[i];
-        diagnose_cpu(step.rule, shard, step.groups[shard.group], reinterpret_cast<double*>(rows[i]), threads);
-    }
 }
 #endif
 
@@ -232,7 +215,6 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
     m.def("load_kernels", &load_kernels, py::arg("rule"), py::arg("device"));
     m.def("cuda_versions", &cuda_versions);
-    m.attr("DIAGNOSIS_WORKSPACE") = kDiagnosisWorkspace;
 #endif
     py::class_<Numbers>(m, "Numbers", py::module_local(), "A list of addresses or sizes, kept in C++.")
         .def(py::init<std::vector<uint64_t>>(), py::arg("values"))
@@ -295,13 +277,10 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
         .def("launch_matrix_pass", &launch_matrix_pass, py::arg("first"), py::arg("shards"), py::arg("values"),
              py::arg("types"), py::arg("device"), py::arg("stream"), py::arg("workspace") = 0,
              py::arg("workspace_size") = 0)
-        .def("diagnose", &diagnose, py::arg("shards"), py::arg("rows"), py::arg("device"), py::arg("stream"),
-             py::arg("workspace"))
 #else
         .def("launch", &launch, py::arg("threads"))
         .def("launch_matrix_pass", &launch_matrix_pass, py::arg("first"), py::arg("shards"), py::arg("values"),
              py::arg("types"), py::arg("threads"))
-        .def("diagnose", &diagnose, py::arg("shards"), py::arg("rows"), py::arg("threads"))
 #endif
         ;
 }

@@ -96,19 +96,6 @@ public:
 
     Hyper& group(size_t i) { return step_.groups.at(i); }
 
-    // A step of these shards that is only looked at: of quantized weights their masters, and nothing is marked.
-    Step look_at(const std::vector<size_t>& numbers) const {
-        Step step{step_.rule, {}, step_.groups};
-        for (const size_t i : numbers) {
-            Shard shard = rows_.at(i).shard;
-            if (shard.quantized) shard.param = shard.master;
-            shard.quantized = false;
-            shard.weight_scales = shard.absmax = 0;
-            step.shards.push_back(shard);
-        }
-        return step;
-    }
-
     // The first of Muon's passes over these shards, or else the second; `values`: see matrix_pass.h.
     Step matrix_pass(bool first, const std::vector<size_t>& numbers, const std::vector<uint64_t>& values,
                      const std::vector<Element>& types) const {
