@@ -33,7 +33,6 @@ _ALWAYS = (
     "torch.utils._pytree.tree_map_only",
     # operations
     "torch._foreach_copy_",
-    "torch._foreach_maximum_",
     "torch._grouped_mm",
     "torch._scaled_grouped_mm",
     "torch._scaled_mm",

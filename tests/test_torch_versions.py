@@ -20,7 +20,17 @@ from sources import nodes, own_attributes
 PACKAGE, ROOT = Path(fused_optim.__file__).parent, Path(__file__).parents[1]
 RELEASE = ".".join(torch.__version__.split(".")[:2])
 # Private attributes of what is not torch's: of the standard library, Megatron and Accelerate.
-OTHERS = {"_exit", "_register_atexit", "_fields", "_getframe", "_replace", "_param_name", "_shard_order", "_hf_hook"}
+OTHERS = {
+    "_exit",
+    "_register_atexit",
+    "_fields",
+    "_getframe",
+    "_replace",
+    "_param_name",
+    "_shard_order",
+    "_hf_hook",
+    "_quantizer",
+}
 LISTED = tuple(f"{name}." for name in PRIVATE)
 
 
