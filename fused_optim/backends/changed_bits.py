@@ -51,11 +51,15 @@ def raw_bits(values: Tensor) -> Tensor:
     return dense(values.detach()).view(-1).view(_INTEGERS[values.element_size()])
 
 
+def _fits_engines(values: Tensor) -> bool:
+    return values.element_size() <= 4  # frozen parameters may have more
+
+
 def compare(rows: Sequence[Compared]) -> None:
     """Mark elements that differ from their copy, which takes them. Copies may be in page-locked host memory."""
     on_gpus: dict[torch.device, list[Compared]] = {}
     for row in rows:
-        if backend_of(row.values) != "cuda":
+        if backend_of(row.values) != "cuda" or not _fits_engines(row.values):
             _compare_by_torch(row)
         elif row.copy.is_cuda:
             on_gpus.setdefault(row.values.device, []).append(row)
@@ -113,14 +117,14 @@ def collect(marked: Sequence[MarkedTensor]) -> list[tuple[Tensor, Tensor]]:
     What is given back may lie in one memory, and where all elements of tensors are marked their indices may be the same
     tensor's.
     """
-    by_device: dict[torch.device, list[int]] = {}
+    alike: dict[tuple[torch.device, bool], list[int]] = {}
     for i, each in enumerate(marked):
-        by_device.setdefault(each.values.device, []).append(i)
+        alike.setdefault((each.values.device, _fits_engines(each.values)), []).append(i)
     found: dict[int, tuple[Tensor, Tensor]] = {}
-    for device, members in by_device.items():
+    for (device, fits), members in alike.items():
         own = [marked[i] for i in members]
         backend = backend_of(own[0].values)
-        engine = None if backend == "torch" else load_engine(backend)[0]
+        engine = None if backend == "torch" or not fits else load_engine(backend)[0]
         pairs = list(map(_by_torch, own)) if engine is None else _by_engine(engine, own, device)
         found.update(zip(members, pairs, strict=True))
     return [found[i] for i in range(len(marked))]

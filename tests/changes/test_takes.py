@@ -71,6 +71,18 @@ def test_mixed_dtypes(device: str, where: str) -> None:
     run(model, FusedAdamW(model.parameters(), lr=1e-4, state_dtype="int8"), where)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64, torch.complex64])
+def test_frozen_parameters_of_other_dtypes(device: str, where: str, dtype: torch.dtype) -> None:
+    model = Model(torch.bfloat16, device)
+    model.frozen = nn.Parameter(torch.ones(40, device=device).to(dtype), requires_grad=False)
+    optimizer = FusedAdamW(model.parameters(), lr=1e-4)
+    optimizer.track_changes(where=where)
+    model.frozen.data[3::7] = 0
+    taken = optimizer.take_changes(model)["frozen"]
+    assert taken.indices.tolist() == [3, 10, 17, 24, 31, 38] and torch.equal(taken.values, model.frozen.data[3::7])
+    assert optimizer.take_changes(model) == {}
+
+
 def test_offloaded_states(device: str) -> None:
     model = Model(torch.bfloat16, device)
     run(model, FusedAdamW(model.parameters(), lr=1e-4, state_dtype="int8", offload_states=True))
