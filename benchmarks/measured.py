@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-TARGET = Path(__file__).parents[1] / "fused_optim" / "quantized" / "compute" / "measured_sizes.json"
+TARGET = Path(__file__).parents[1] / "fused_optim" / "quantized" / "fp8" / "measured_sizes.json"
 SIZES, EXPERTS = "2026-11-24-h100-fp8/sizes.json", "2026-11-24-h100-fp8/experts.json"
 
 

@@ -245,14 +245,14 @@ def check_geometry(weight: Weight, layout: Layout, rank: int, param: Tensor, at_
     for start in sorted({first, max(first, end - some)}):
         part = [(start, min(start + some, end)), *ranges[1:]]
         expected, at = indices(weight, part), (start - first) * row
-        assert torch.equal(geometry.global_indices(torch.device("cpu"), at, at + len(expected)), expected), weight.name
+        assert torch.equal(geometry.global_of(torch.arange(at, at + len(expected))), expected), weight.name
         if geometry.block and len(weight.shape) > 1:
             starts = expected.view(-1, geometry.block)
             assert not (starts[:, 0] % geometry.block).any(), f"{weight.name}: a block of the whole tensor is cut"
             assert (starts[:, -1] - starts[:, 0] == geometry.block - 1).all(), f"{weight.name}: a block is torn"
     last = sum((end - 1) * math.prod(weight.shape[dim + 2 :]) for dim, (_, end) in enumerate(ranges[1:]))
     for at in range(0, sizes[0], max(1, sizes[0] // 100)):
-        found = geometry.global_indices(torch.device("cpu"), (at + 1) * row - 1, (at + 1) * row)
+        found = geometry.global_of(torch.tensor((at + 1) * row - 1))
         assert int(found) == (first + at) * (weight.numel // weight.shape[0]) + last, weight.name
 
 

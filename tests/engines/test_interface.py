@@ -12,8 +12,6 @@ from fused_optim.backends.engine import (
     CudaEngine,
     Engine,
     EngineGradients,
-    EngineLook,
-    EngineLooker,
     EngineShardTable,
 )
 
@@ -43,10 +41,9 @@ def test_engines_take_what_their_protocol_says(name: str) -> None:
     if engine is None:
         pytest.skip(reason)
     holders = {Engine: engine, EngineShardTable: engine.ShardTable, EngineGradients: engine.Gradients}
-    holders |= {EngineLook: engine.Look, EngineLooker: engine.Looker}
     found = {protocol: {key: has(holder, key) for key in declared(protocol)} for protocol, holder in holders.items()}
     assert found == {protocol: declared(protocol) for protocol in holders}
-    assert len(found[EngineShardTable]["set_group"]) == 16 and len(found[Engine]["quantize_rescale"]) == 10
+    assert len(found[EngineShardTable]["set_group"]) == 16 and len(found[Engine]["quantize_rescale"]) == 9
 
 
 def test_the_cuda_engine_has_more() -> None:
