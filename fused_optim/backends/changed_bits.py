@@ -19,6 +19,7 @@ from fused_optim.sharding.dtensor import dense
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COMPARED = 2**24  # elements that are compared at a time, where that takes memory
+_MOST_BYTES = 4  # of elements, that engines take; frozen parameters may have more
 _EXTRACTED = 2**24  # bytes of bits that are turned into indices at a time
 _BITS_OF_BYTES = 0x0102040810204080  # times eight bytes of 0 or 1: these as the bits of the highest byte
 
@@ -51,15 +52,11 @@ def raw_bits(values: Tensor) -> Tensor:
     return dense(values.detach()).view(-1).view(_INTEGERS[values.element_size()])
 
 
-def _fits_engines(values: Tensor) -> bool:
-    return values.element_size() <= 4  # frozen parameters may have more
-
-
 def compare(rows: Sequence[Compared]) -> None:
     """Mark elements that differ from their copy, which takes them. Copies may be in page-locked host memory."""
     on_gpus: dict[torch.device, list[Compared]] = {}
     for row in rows:
-        if backend_of(row.values) != "cuda" or not _fits_engines(row.values):
+        if backend_of(row.values) != "cuda" or row.values.element_size() > _MOST_BYTES:
             _compare_by_torch(row)
         elif row.copy.is_cuda:
             on_gpus.setdefault(row.values.device, []).append(row)
@@ -119,7 +116,7 @@ def collect(marked: Sequence[MarkedTensor]) -> list[tuple[Tensor, Tensor]]:
     """
     alike: dict[tuple[torch.device, bool], list[int]] = {}
     for i, each in enumerate(marked):
-        alike.setdefault((each.values.device, _fits_engines(each.values)), []).append(i)
+        alike.setdefault((each.values.device, each.values.element_size() <= _MOST_BYTES), []).append(i)
     found: dict[int, tuple[Tensor, Tensor]] = {}
     for (device, fits), members in alike.items():
         own = [marked[i] for i in members]

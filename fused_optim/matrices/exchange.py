@@ -100,15 +100,6 @@ class MatricesOnMesh:
             found[owner] += number
         return found
 
-    @property
-    def sent_elements(self) -> tuple[int, int]:
-        """What this rank puts into the two all-to-alls of a step, what it keeps itself included."""
-        if self._is_local:
-            return 0, 0
-        there = (piece for n, piece in self._held.items() if self._owned.sender(n, piece) == self._rank)
-        back = ((piece, ranks) for n in self._mine for piece, ranks in self._owned.pieces[n].items())
-        return sum(piece.numel for piece in there), sum(piece.numel * len(ranks) for piece, ranks in back)
-
     def begin(self, updated: Collection[int], dtypes: Dtypes) -> Exchange:
         """An exchange of what will be orthogonalized: a collective over the mesh where shards are empty on some ranks.
 
