@@ -168,7 +168,7 @@ class Batch(Protocol):
     lasts: bool
 
     def prepare(self, applies: Tensor | None) -> None:
-        """Before the pass that makes these updates: scales that come from earlier values. As :meth:`write`."""
+        """Before the pass that makes these updates: scales of earlier values; see :meth:`Adapter.write`."""
 
     def write(self, applies: Tensor | None) -> None:
         """See :meth:`Adapter.write`."""

@@ -30,6 +30,7 @@ class Publisher(Optimizer):
     stepper: Stepper
 
     @between_graphs
+    @ungraded
     @between_steps
     def track_changes(self, enabled: bool = True, where: Where = "device") -> None:
         """From now on, know which elements of the parameters change. Nothing has changed so far.
@@ -39,11 +40,13 @@ class Publisher(Optimizer):
         moves all of it. Steps cost nothing. Called again, it starts from what is there then. Copies are in no state
         dict and no pickle.
 
-        Raises TypeError for weights that another package has quantized, ValueError for another ``where``.
+        Raises TypeError for weights that another package has quantized and for complex128, ValueError for another
+        ``where``.
         """
         self.store.snapshot = Snapshot(self.store.params, where) if enabled else None
 
     @between_graphs
+    @ungraded
     @between_steps
     def mark_changed(self, param: Tensor | None = None) -> None:
         """All elements of ``param``, or of all parameters, count as changed: the next take has them all."""

@@ -34,13 +34,15 @@ def parts_of(param: Tensor) -> dict[str, Tensor]:
 
 
 class _Kept(NamedTuple):
-    """``copy``: flat, as integers. ``bits``: as in ``changed_bits.py``, on the parameter's device."""
+    """``copy``: flat, as integers. ``bits``: as in ``changed_bits.py``, on the device of the parameter."""
 
     copy: Tensor
     bits: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
 
-    def fits(self, raw: Tensor) -> bool:
-        return (self.copy.shape, self.copy.dtype, self.bits.device) == (raw.shape, raw.dtype, raw.device)
+    def fits(self, values: Tensor) -> bool:
+        return (self.shape, self.dtype, self.bits.device) == (values.shape, values.dtype, values.device)
 
 
 class Snapshot:
@@ -52,13 +54,16 @@ class Snapshot:
         self._where = where
         self._kept: ByParameter[dict[str, _Kept]] = ByParameter()
         for param in params:
-            self._kept[param] = {name: self._keep(raw_bits(part)) for name, part in parts_of(param).items()}
+            self._kept[param] = {name: self._keep(part) for name, part in parts_of(param).items()}
 
-    def _keep(self, raw: Tensor) -> _Kept:
+    def _keep(self, values: Tensor) -> _Kept:
+        if values.element_size() > 8:
+            raise TypeError(f"changes of a parameter in {values.dtype} cannot be taken: exclude it")
+        raw = raw_bits(values)
         bits = torch.zeros(bit_bytes(raw.numel()), dtype=torch.uint8, device=raw.device)
-        if self._where == "device" or raw.device.type == "cpu":
-            return _Kept(raw.clone(), bits)
-        return _Kept(host_zeros(raw.shape, raw.dtype).copy_(raw), bits)
+        on_device = self._where == "device" or raw.device.type == "cpu"
+        copy = raw.clone() if on_device else host_zeros(raw.shape, raw.dtype).copy_(raw)
+        return _Kept(copy, bits, values.shape, values.dtype)
 
     def keep(self, params: Iterable[Tensor]) -> None:
         """Let go of all others."""
@@ -72,15 +77,15 @@ class Snapshot:
     def update(self, parts: Sequence[tuple[Tensor, str, Tensor]]) -> list[Tensor]:
         """Compare: a parameter, the name of a part, its values. Returns the bits of each.
 
-        Of a parameter that came later, or has another shard by now, all elements are marked.
+        Of a parameter that came later, or has another local shape, dtype or device by now, all elements are marked.
         """
         rows = []
         for param, name, values in parts:
-            raw, kept = raw_bits(values), self._kept.get(param, {}).get(name)
-            if kept is None or not kept.fits(raw):
-                kept = self._keep(raw)
-                set_all(kept.bits, raw.numel())
+            kept = self._kept.get(param, {}).get(name)
+            if kept is None or not kept.fits(values):
+                kept = self._keep(values)
+                set_all(kept.bits, values.numel())
                 self._kept[param] = {**self._kept.get(param, {}), name: kept}
-            rows.append(Compared(kept.bits, kept.copy, raw))
+            rows.append(Compared(kept.bits, kept.copy, raw_bits(values)))
         compare(rows)
         return [row.bits for row in rows]

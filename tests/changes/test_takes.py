@@ -406,11 +406,39 @@ def test_a_take_that_fails_takes_nothing(device: str, where: str, error: str, mo
     expected.check(optimizer.take_changes(model))
 
 
-def test_where_is_checked_and_parameters_are_let_go(device: str) -> None:
+def test_tracking_may_begin_in_inference_mode(device: str, where: str) -> None:
+    model = Model(torch.bfloat16, device)
+    optimizer = FusedAdamW(model.parameters(), lr=1e-3)
+    with torch.inference_mode():
+        optimizer.track_changes(where=where)
+        optimizer.mark_changed()
+        optimizer.take_changes(model)
+    expected = Expected(model)
+    set_gradients(model, 0)
+    optimizer.step()
+    expected.check(optimizer.take_changes(model))
+
+
+@pytest.mark.parametrize("change", [lambda x: x.half(), lambda x: x.reshape(128, 6)])
+def test_another_dtype_or_shape_of_the_same_bits_counts(device: str, change: Any) -> None:
+    model = Model(torch.bfloat16, device)
+    nn.init.zeros_(model.weight)
+    optimizer = FusedAdamW(model.parameters())
+    optimizer.track_changes()
+    model.weight.data = change(model.weight.data)
+    taken = optimizer.take_changes(model)["weight"]
+    assert torch.equal(taken.values, model.weight.detach().view(-1)) and taken.shape == model.weight.shape
+    assert optimizer.take_changes(model) == {}
+
+
+def test_where_and_dtypes_are_checked(device: str) -> None:
     model = Model(torch.bfloat16, device)
     optimizer = FusedAdamW(model.parameters())
     with pytest.raises(ValueError, match="where: expected 'device' or 'host', got 'disk'"):
         optimizer.track_changes(where="disk")
+    model.frozen = nn.Parameter(torch.zeros(3, dtype=torch.complex128, device=device), requires_grad=False)
+    with pytest.raises(TypeError, match="complex128 cannot be taken"):
+        FusedAdamW(model.parameters()).track_changes()
     optimizer.track_changes()
     optimizer.track_changes(False)
     with pytest.raises(RuntimeError, match="not tracked"):

@@ -469,3 +469,21 @@ def test_masters_follow_int8_training_weights(dtype: torch.dtype, monkeypatch: p
     after, written = master(param, optimizer), param.detach().dequantize().float()
     assert ((after - written).abs() <= 1.02 * written.abs().amax(1, keepdim=True) / 127).all()
     assert after.abs().max() < before.abs().max() / 25
+
+
+@pytest.mark.parametrize("options", [{}, {"master_bits": 0}], ids=["master", "none"])
+def test_skipped_steps_round_no_int8_training_weights_again(options: dict[str, Any]) -> None:
+    """torchao rounds stochastically: codes of BF16 weights would move though their values do not."""
+    param = int8_weight(random(0, (64, 96)).bfloat16())
+    optimizer = FusedAdamW([param], lr=1e-3, skip_nonfinite=True, **options)
+    param.grad = gradient(param.shape, 0, 0).bfloat16()
+    optimizer.step()
+    before = param.detach().int_data.clone(), param.detach().scale.clone()
+    for _ in range(3):
+        param.grad = torch.full(param.shape, torch.inf, dtype=torch.bfloat16)
+        optimizer.step()
+    assert optimizer.skipped_steps == 3
+    assert torch.equal(param.detach().int_data, before[0]) and torch.equal(param.detach().scale, before[1])
+    param.grad = gradient(param.shape, 0, 1).bfloat16()
+    optimizer.step()
+    assert not torch.equal(param.detach().int_data, before[0])

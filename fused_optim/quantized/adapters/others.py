@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fused_optim.adapters import Place, Update, equal_or_nan
+from fused_optim.backends import is_capturing
 from fused_optim.sharding.dtensor import local_tensor, sharded_dim, sharding_dims
 
 _HALF_STEP = 2.0**-4 + 2.0**-8  # relative: of three bits of mantissa, and of a scale that BF16 has rounded in a file
@@ -209,7 +210,7 @@ def _reduce_within_quantize(param: Tensor) -> None:
 
 @torch.no_grad()
 def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
-    """One by one. In a skipped step masters are as before, and are quantized again."""
+    """One by one. In a skipped step masters are as before: TransformerEngine's tensors quantize them again."""
     for update in updates:
         local, new, reduces = local_tensor(update.param), update.values, needs_collective(update.param)
         if reduces:
@@ -218,10 +219,10 @@ def write(updates: Sequence[Update], applies: Tensor | None = None, advance: boo
         if new is None or not new.numel():
             continue
         quantized = _self_quantizing(local)
-        if quantized is None:
-            local.copy_(new)
-        else:
+        if quantized is not None:
             quantized.quantize_(new)
+        elif applies is None or is_capturing() or bool(applies):  # it rounds stochastically, and would move the codes
+            local.copy_(new)
 
 
 class Batch:
