@@ -1,4 +1,4 @@
-"""What users ask of changes: which elements of the parameters have other bits since they were last taken."""
+"""The public methods for changes: elements of the parameters whose bits differ since they were last taken."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Publisher(Optimizer):
     def track_changes(self, enabled: bool = True, where: Where = "device") -> None:
         """From now on, know which elements of the parameters change. Nothing has changed so far.
 
-        Keeps a copy of what this rank holds of them: 2 bytes for a BF16 element, 1 for a code, and a bit. The copy lies
+        Keeps a copy of this rank's shards: 2 bytes for a BF16 element, 1 for a code, and a bit. The copy lies
         on the parameters' device, or with ``where="host"`` in page-locked memory, to which and from which every take
         moves all of it. Steps cost nothing. Called again, it starts from what is there then. Copies are in no state
         dict and no pickle.
@@ -66,9 +66,9 @@ class Publisher(Optimizer):
     @between_graphs
     @ungraded
     def take_changes(self, model: nn.Module, gather: bool = False) -> dict[str, Changes]:
-        """What has changed since the last call, or since :meth:`track_changes`: by name, where in the whole tensor, and
-        what it is now. Nothing of the model counts as changed afterwards; parameters of other models, which the
-        optimizer has as well, still do.
+        """Elements that changed since the last call, or since :meth:`track_changes`: by name, indices in the whole tensor
+        and values. Nothing of the model counts as changed afterwards; parameters of the optimizer's
+        other models still do.
 
         Names are those of :meth:`master_state_dict`; a tied parameter has its first one. The codes of a quantized
         weight have its name (uint8), its scales ``NAME_scale`` and ``NAME_tensor_scale``. Tensors without changes are

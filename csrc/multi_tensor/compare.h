@@ -6,7 +6,7 @@
 
 namespace fused_optim {
 
-// `bits`: one for each element, whole words of 32. It is set where the copy has others than the values, which it takes.
+// `bits`: one for each element, whole words of 32; set if copy and value differ. The copy takes the values.
 struct Comparison {
     uint64_t copy;
     uint64_t values;

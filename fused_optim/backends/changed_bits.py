@@ -25,7 +25,7 @@ _BITS_OF_BYTES = 0x0102040810204080  # times eight bytes of 0 or 1: these as the
 
 
 def bit_bytes(numel: int) -> int:
-    """What the bits of so many elements take, in whole sectors of a GPU's memory."""
+    """Bytes for the bits of so many elements, in whole sectors of a GPU's memory."""
     return -(-numel // 256) * 32
 
 
@@ -40,7 +40,7 @@ def set_all(bits: Tensor, numel: int) -> None:
 
 
 class Compared(NamedTuple):
-    """Flat values as :func:`raw_bits` has them, what they were, and their bits, which are on the values' device."""
+    """Flat values as :func:`raw_bits` has them, their former copy, and their bits, on the values' device."""
 
     bits: Tensor
     copy: Tensor

@@ -140,14 +140,6 @@ def increment_versions(tensors: list[Tensor]) -> None:
     torch.autograd.graph.increment_version(tensors)
 
 
-def mark_differences(parts: Sequence[tuple[Tensor, Tensor, Tensor]], device: torch.device) -> None:
-    """Set bits where values have others than their copy, which takes them: (bits, copy, values), flat, on one GPU."""
-    engine, _ = load_engine("cuda")
-    assert engine is not None
-    rows = [(c.data_ptr(), v.data_ptr(), bits.data_ptr(), v.numel(), v.element_size()) for bits, c, v in parts]
-    engine.mark_differences(rows, **run_on(device))
-
-
 class CompiledShards:
     """The shards of one device in the ``cpu`` or ``cuda`` engine, which looks for changes itself (``shard_table.h``).
 

@@ -1,4 +1,4 @@
-"""What is published of an optimizer's parameters: their names in a model, parts and places."""
+"""The tensors that are published of an optimizer's parameters: names in a model, parts and places."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fused_optim.wire.apply import part_name
 
 
 class Part(NamedTuple):
-    """A tensor that is published. ``local``: what this rank holds of it, not empty. ``part``: as in ``parts_of``."""
+    """A tensor that is published. ``local``: this rank's shard of it, not empty. ``part``: as in ``parts_of``."""
 
     name: str
     param: Tensor
@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
 
 def published(model: nn.Module, params: Sequence[Tensor]) -> list[Part]:
-    """Those that this rank gives of the model's parameters. ``params``: the optimizer's, which may have others, too.
+    """The model's tensors that this rank publishes. ``params``: the optimizer's, which may have those of other models.
 
     Raises as ``take_changes`` does.
     """

@@ -1,4 +1,4 @@
-"""What was published last of an optimizer's parameters: copies, and a bit for each element that has changed since.
+"""Copies of an optimizer's parameters as they were last published, and a bit for each element that has changed since.
 
 A quantized weight has such a copy and such bits for each of its parts: codes and scales.
 """
@@ -21,7 +21,7 @@ Where = Literal["device", "host"]
 
 
 def parts_of(param: Tensor) -> dict[str, Tensor]:
-    """What this rank holds of a parameter, as far as reading its values needs it: "" of a plain one. No copies.
+    """The local tensors, by name, that hold a parameter's values: "" of a plain one. No copies.
 
     Raises TypeError for weights that another package has quantized.
     """

@@ -1,4 +1,4 @@
-// Marks where tensors have other bits than copies of them, which become what they are.
+// Marks elements whose bits differ from those of a copy, and brings the copy up to date.
 #include "compare.h"
 #include "cuda/device.h"
 #include "cuda/units.cuh"

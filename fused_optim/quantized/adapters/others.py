@@ -112,7 +112,7 @@ def codes(local: Tensor) -> Tensor | None:
 
 @torch.no_grad()
 def is_master(param: Tensor, master: Tensor, written: Tensor) -> Tensor:
-    """Where the tensor's own rounding of the master is what was written, or may be half a step away from that.
+    """A mask: True if an element is the tensor's own rounding of its master, or within half a step of that.
 
     torchao's steps are rounded up or down. TransformerEngine's formats are taken to have three bits of mantissa.
     """
@@ -211,6 +211,9 @@ def _reduce_within_quantize(param: Tensor) -> None:
 @torch.no_grad()
 def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
     """One by one. In a skipped step masters are as before: TransformerEngine's tensors quantize them again."""
+    has_rounding = any(_self_quantizing(local_tensor(update.param)) is None for update in updates)
+    # torchao rounds stochastically, and would move the codes of a skipped step. The device is asked once.
+    skips = has_rounding and applies is not None and not is_capturing() and not bool(applies)
     for update in updates:
         local, new, reduces = local_tensor(update.param), update.values, needs_collective(update.param)
         if reduces:
@@ -221,7 +224,7 @@ def write(updates: Sequence[Update], applies: Tensor | None = None, advance: boo
         quantized = _self_quantizing(local)
         if quantized is not None:
             quantized.quantize_(new)
-        elif applies is None or is_capturing() or bool(applies):  # it rounds stochastically, and would move the codes
+        elif not skips:
             local.copy_(new)
 
 
