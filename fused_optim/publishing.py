@@ -66,9 +66,9 @@ class Publisher(Optimizer):
     @between_graphs
     @ungraded
     def take_changes(self, model: nn.Module, gather: bool = False) -> dict[str, Changes]:
-        """Elements that changed since the last call, or since :meth:`track_changes`: by name, indices in the whole tensor
-        and values. Nothing of the model counts as changed afterwards; parameters of the optimizer's
-        other models still do.
+        """Elements that changed since the last call, or since :meth:`track_changes`: by name, indices in the whole
+        tensor and values. Nothing of the model counts as changed afterwards; parameters of the optimizer's other models
+        still do.
 
         Names are those of :meth:`master_state_dict`; a tied parameter has its first one. The codes of a quantized
         weight have its name (uint8), its scales ``NAME_scale`` and ``NAME_tensor_scale``. Tensors without changes are
