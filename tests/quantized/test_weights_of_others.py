@@ -310,10 +310,14 @@ CURRENT: dict[str, Callable[[], tuple[type[QuantizedTensor], Any]]] = {
 
 
 def one_scale_for_all_shards(name: str) -> None:
-    """Also before TransformerEngine has gathered a weight, which is when checkpoints are loaded."""
-    param, other = (sharded(sign * random(0, (9, 16)), *CURRENT[name]()) for sign in (1, -1))
+    """Also before TransformerEngine has gathered a weight, which is when checkpoints are loaded.
+
+    Many elements are small beside the scale, which are rounded by more than a sixteenth of themselves.
+    """
+    values = random(0, (9, 16)) * torch.logspace(-7, 0, 16)
+    param, other = (sharded(sign * values, *CURRENT[name]()) for sign in (1, -1))
     assert adapters.needs_collective(param) == (dist.get_world_size() > 1)
-    optimizer, loaded = FusedAdamW([param], lr=0.01), FusedAdamW([other], lr=0.01)
+    optimizer, loaded = FusedAdamW([param], lr=1e-6), FusedAdamW([other], lr=0.01)
     for number in range(2):
         param.grad = shard_like(gradient(param.shape, 0, number).bfloat16(), param)
         optimizer.step()

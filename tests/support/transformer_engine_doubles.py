@@ -21,7 +21,10 @@ class QuantizedTensor(torch.Tensor):
 
     def __init__(self, values: Tensor, quantizer: Any) -> None:
         self._quantizer, self.calls = quantizer, 0
-        self._codes, self._factors = torch.zeros_like(values, dtype=torch.float32), torch.ones(1, device=values.device)
+        self._codes, self._factors = (
+            torch.zeros_like(values, dtype=quantizer.codes),
+            torch.ones(1, device=values.device),
+        )
         self.quantize_(values)
 
     def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensor:
@@ -30,7 +33,8 @@ class QuantizedTensor(torch.Tensor):
         return self
 
     def dequantize(self, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return (self._codes * self._factors).to(dtype)
+        codes = self._codes.view(torch.float8_e4m3fn) if self._codes.dtype == torch.uint8 else self._codes
+        return (codes.float() * self._factors).to(dtype)
 
     def get_data_tensors(self) -> tuple[Tensor | None, ...]:
         return None, self._codes
@@ -92,12 +96,13 @@ class HybridQuantizedTensor(QuantizedTensor):
 def store(values: Tensor, scale: Tensor, out: QuantizedTensor) -> None:
     """In E4M3. ``scale``: of all, or of each row."""
     scale = scale.reshape(-1, *[1] * (values.dim() - 1))
-    out._codes.copy_((values.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn))
+    out._codes.copy_((values.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))
     out._factors = 1 / scale
 
 
 class Quantizer:
     kind: type[QuantizedTensor] = Float8Tensor
+    codes = torch.uint8
 
     def make_empty(self, shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> QuantizedTensor:
         return self.kind(torch.zeros(shape, device=device), self)
@@ -116,6 +121,8 @@ class Float8BlockQuantizer(Quantizer):
 
 class NVFP4Quantizer(Quantizer):
     """One scale, as if a weight were one block."""
+
+    codes = torch.float32  # the numbers themselves: nothing is packed here
 
     def update_quantized(self, values: Tensor, out: QuantizedTensor) -> None:
         largest, levels = values.float().abs().max(), FP4.to(values.device)

@@ -123,10 +123,21 @@ def is_master(param: Tensor, master: Tensor, written: Tensor) -> Tensor:
         return same | (off <= step + written.abs() * torch.finfo(local.dtype).eps)
     if _is_rounded_twice(local, master, written):
         return torch.ones_like(same)
-    same |= (off <= master.abs() * _HALF_STEP) & master.isfinite()
+    half_step = (master.abs() * _HALF_STEP).clamp_min(_smallest_step(local, written) * (0.5 + 2.0**-5))
+    same |= (off <= half_step) & master.isfinite()
     if not needs_collective(param) and master.numel():  # other ranks may not ask
         same |= equal_or_nan(_rounded(local, master), written)
     return same
+
+
+def _smallest_step(local: Tensor, written: Tensor) -> float:
+    """The distance of E4M3's numbers next to 0, if all of a weight has one scale: of what is coded and decoded."""
+    found = codes(local)
+    if found is None or found.dtype != torch.uint8 or found.shape != written.shape:
+        return 0.0
+    coded, decoded = found.view(torch.float8_e4m3fn).float().nan_to_num(0.0), written.nan_to_num(0.0)
+    scale = decoded.abs().sum() / coded.abs().sum()
+    return float(scale) * 2.0**-9 if torch.allclose(coded * scale, decoded, rtol=2.0**-16, atol=0.0) else 0.0
 
 
 def keeps(param: Tensor, master: Tensor) -> bool:
