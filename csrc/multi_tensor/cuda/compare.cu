@@ -7,8 +7,9 @@ namespace fused_optim {
 namespace {
 
 constexpr uint32_t kCompareThreads = 256;
-constexpr uint32_t kElementsPerThread = 32;  // a word of bits
-constexpr uint64_t kUnit = uint64_t{kCompareThreads} * kElementsPerThread;
+constexpr uint32_t kBytesPerThread = 64;  // of either side, all on their way at once, whatever an element is
+constexpr uint64_t kUnitBytes = uint64_t{kCompareThreads} * kBytesPerThread;
+constexpr uint32_t kWord = 32;  // elements of a word of bits
 
 struct CompareArguments {
     Table<Comparison, 720> table;
@@ -30,7 +31,7 @@ template <class Bits>
 __device__ __forceinline__ void compare_groups(const Comparison& c, uint64_t first) {
     constexpr uint32_t kVectors = sizeof(Bits) == 4 ? 2 : 1;  // of 16 bytes, in a group
     constexpr uint32_t kGroup = kVectors * sizeof(uint4) / sizeof(Bits);
-    constexpr uint32_t kGroups = kElementsPerThread / kGroup, kPerWord = 4 / sizeof(Bits);
+    constexpr uint32_t kGroups = kBytesPerThread / sizeof(Bits) / kGroup, kPerWord = 4 / sizeof(Bits);
     uint4* const copy = reinterpret_cast<uint4*>(c.copy + first * sizeof(Bits));
     const uint4* const values = reinterpret_cast<const uint4*>(c.values + first * sizeof(Bits));
     uint4 was[kGroups][kVectors], is[kGroups][kVectors];
@@ -64,35 +65,38 @@ __device__ __forceinline__ void compare_groups(const Comparison& c, uint64_t fir
     }
 }
 
-// Any other unit: a thread has neighbouring elements.
+// Any other unit: a thread has the elements of whole words of bits.
 template <class Bits>
-__device__ __forceinline__ void compare_elements(const Comparison& c, uint64_t first) {
+__device__ __forceinline__ void compare_elements(const Comparison& c, uint64_t first, uint64_t end) {
     Bits* const copy = reinterpret_cast<Bits*>(c.copy);
     const Bits* const values = reinterpret_cast<const Bits*>(c.values);
-    const uint64_t begin = first + threadIdx.x * kElementsPerThread;
-    uint32_t found = 0;
-    for (uint32_t i = 0; i < kElementsPerThread && begin + i < c.numel; ++i) {
-        if (copy[begin + i] == values[begin + i]) continue;
-        copy[begin + i] = values[begin + i];
-        found |= 1u << i;
+    for (uint64_t begin = first + threadIdx.x * kWord; begin < end; begin += kCompareThreads * kWord) {
+        uint32_t found = 0;
+        for (uint32_t i = 0; i < kWord && begin + i < end; ++i) {
+            if (copy[begin + i] == values[begin + i]) continue;
+            copy[begin + i] = values[begin + i];
+            found |= 1u << i;
+        }
+        if (found) reinterpret_cast<uint32_t*>(c.bits)[begin / kWord] |= found;
     }
-    if (found) reinterpret_cast<uint32_t*>(c.bits)[begin / kElementsPerThread] |= found;
 }
 
 template <class Bits>
-__device__ __forceinline__ void compare(const Comparison& c, uint64_t first) {
+__device__ __forceinline__ void compare(const Comparison& c, uint32_t unit) {
+    constexpr uint64_t kElements = kUnitBytes / sizeof(Bits);
+    const uint64_t first = unit * kElements, end = first + kElements;
     const bool aligned = c.copy % sizeof(uint4) == 0 && c.values % sizeof(uint4) == 0;
-    aligned&& first + kUnit <= c.numel ? compare_groups<Bits>(c, first) : compare_elements<Bits>(c, first);
+    if (aligned && end <= c.numel) return compare_groups<Bits>(c, first);
+    compare_elements<Bits>(c, first, end < c.numel ? end : c.numel);
 }
 
 __global__ void __launch_bounds__(kCompareThreads)
     mark_differences(const __grid_constant__ CompareArguments arguments) {
     const auto place = arguments.table.find(blockIdx.x);
     const Comparison& c = arguments.table.entries[place.entry];
-    const uint64_t first = uint64_t{place.unit} * kUnit;
-    if (c.bytes == 1) return compare<uint8_t>(c, first);
-    if (c.bytes == 2) return compare<uint16_t>(c, first);
-    compare<uint32_t>(c, first);
+    if (c.bytes == 1) return compare<uint8_t>(c, place.unit);
+    if (c.bytes == 2) return compare<uint16_t>(c, place.unit);
+    compare<uint32_t>(c, place.unit);
 }
 
 }  // namespace
@@ -101,7 +105,7 @@ void compare_cuda(const std::vector<Comparison>& comparisons, int device, uint64
     constexpr const char* kernel = "mark_differences";
     CudaDeviceGuard guard(kernel, device);
     CompareArguments arguments{};
-    const auto units = [](const Comparison& c) { return (c.numel + kUnit - 1) / kUnit; };
+    const auto units = [](const Comparison& c) { return (c.numel * c.bytes + kUnitBytes - 1) / kUnitBytes; };
     for_each_table(arguments.table, comparisons, units, [&](size_t, uint32_t grid) {
         mark_differences<<<grid, kCompareThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(arguments);
         check_cuda(cudaGetLastError(), kernel, device);
