@@ -118,17 +118,18 @@ FUSED_OPTIM_HD uint32_t canonical_bits(float x) {
 #endif
 }
 
-// The bits of x * 2^-exponent for 0 <= x < 2^exponent, denormals rounded to nearest even. The host avoids denormals,
-// which are slow on some processors.
+// The bits of x * factor * 2^-exponent, rounded once to nearest even, for 0 <= x * factor < 2^exponent. The host avoids
+// denormals, which are slow on some processors.
 template <int exponent>
-FUSED_OPTIM_HD uint32_t scaled_bits(float x) {
+FUSED_OPTIM_HD uint32_t scaled_bits(float x, float factor = 1.0f) {
 #if defined(__CUDA_ARCH__)
-    return float_bits(x * bits_float(static_cast<uint32_t>(127 - exponent) << 23));
+    return float_bits(x * (factor * bits_float(static_cast<uint32_t>(127 - exponent) << 23)));
 #else
     constexpr uint32_t smallest = static_cast<uint32_t>(exponent + 1) << 23;  // 2^(exponent - 126)
-    uint32_t bits = float_bits(x);
-    float places = bits_float(bits < smallest ? bits : 0u) * bits_float(static_cast<uint32_t>(276 - exponent) << 23);
-    return bits < smallest ? float_bits(places + 8388608.0f) - 0x4B000000u : bits - (smallest - (1u << 23));
+    uint32_t bits = float_bits(x * factor);
+    float places = factor * bits_float(static_cast<uint32_t>(276 - exponent) << 23);
+    float small = fused(bits < smallest ? x : 0.0f, places, 8388608.0f);
+    return bits < smallest ? float_bits(small) - 0x4B000000u : bits - (smallest - (1u << 23));
 #endif
 }
 

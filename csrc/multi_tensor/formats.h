@@ -289,6 +289,12 @@ FUSED_OPTIM_HD uint32_t float8_nearest_even(float x) {
 #endif
 }
 
+// The code of what is not negative, in units of the block's largest; `inverse` maps that to 1. The code begins at bit
+// 20 of the scaled bits. Of the fraction, 20 bits count: the four below are beyond the last place.
+FUSED_OPTIM_HD uint32_t float8_placed(float x, uint32_t u) {
+    return (scaled_bits<120>(clamp_one(x), kFloat8Top) << 4) + (u >> 8);
+}
+
 template <>
 struct SignedCodec<Format::kFloat8> {
     static constexpr Format format = Format::kFloat8;
@@ -297,12 +303,11 @@ struct SignedCodec<Format::kFloat8> {
     FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) { return expand(float8_decode(bits) * scale); }
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
         float scale = divide(bits_float(absmax), kFloat8Top);
-        return block_scale(absmax, kSmallestSigned, scale, reciprocal(scale) * kTopNudge);
+        return block_scale(absmax, kSmallestSigned, scale, reciprocal(scale) * (kTopNudge / kFloat8Top));
     }
     static constexpr int kPlace = 24;
     FUSED_OPTIM_HD static uint32_t placed(float x, float, float inverse, uint32_t u) {
-        uint32_t magnitude = scaled_bits<120>(clamp_top(fabsf(x) * inverse, kFloat8Top)) + (u >> 12);
-        return (magnitude << 4) | (float_bits(x) & ~kMagnitude);
+        return float8_placed(fabsf(x) * inverse, u) | (float_bits(x) & ~kMagnitude);
     }
 };
 
@@ -316,46 +321,55 @@ struct SquareCodec<Format::kFloat8> {
     // The floor of 2^-54 keeps the smallest code's value a normal number.
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
         float scale = larger(divide(square_root(bits_float(absmax)), kFloat8Top), 5.551115123125783e-17f);
-        return block_scale(absmax, kSmallestSquare, scale, reciprocal(scale) * kTopNudge);
+        return block_scale(absmax, kSmallestSquare, scale, reciprocal(scale) * (kTopNudge / kFloat8Top));
     }
-    static constexpr int kPlace = 20;
+    static constexpr int kPlace = 24;
     FUSED_OPTIM_HD static uint32_t placed(float, float root, float inverse, uint32_t u) {
-        return scaled_bits<120>(clamp_top(root * inverse, kFloat8Top)) + (u >> 12);
+        return float8_placed(root * inverse, u);
     }
 };
 
-// int8: the fourth root, in 127 levels of either sign; of squares, that of the square root, in 255. So both moments
-// have as many codes for each power of ten of the gradients.
+// int8: levels whose precision tapers off, in units of the scale; of squares, of their roots. The four highest powers
+// of two have 16 levels each (roots of squares 32), the four below them 8, and so on: a float of which a quarter of the
+// bits is kept. It is a fourth root with straight lines in the place of its curves, without a root to compute. Both
+// moments have as many levels for each power of ten of the gradients.
 
-// x^(1/4) in units of 1 / inverse, at most 1; 0 of what is below 2^-126, on the device by way of NaN.
-FUSED_OPTIM_HD float fourth_root_within(float x, float inverse) {
-#if !defined(__CUDA_ARCH__)
-    x = x < kSmallestNormal ? 0.0f : x;
-#endif
-    return clamp_one(positive_square_root(positive_square_root(x)) * inverse);
+FUSED_OPTIM_HD float quarter_of_bits(float x) { return bits_float(float_bits(x) >> 2); }  // x >= 0
+
+// Its inverse, for quarters below 2^-63. The sign stays.
+FUSED_OPTIM_HD float fourfold_bits(float quarter) {
+    return bits_float(float_bits(quarter) << 2 | (float_bits(quarter) & ~kMagnitude));
 }
+
+// A code beside 256, whose last place is 2^-15, from x in units of 1 / codes.
+FUSED_OPTIM_HD uint32_t int8_placed(float x, float codes, uint32_t u) {
+    return float_bits(fused(x, codes, bits_float(0x43800000u + (u >> 17))));
+}
+
+// An odd scale is found again from its top level.
+FUSED_OPTIM_HD float odd(float x) { return bits_float(float_bits(x) | 1u); }
 
 template <>
 struct SignedCodec<Format::kInt8> {
     static constexpr Format format = Format::kInt8;
     using Bits = int8_t;
-    FUSED_OPTIM_HD static float expand(float root) { return root * root * (root * fabsf(root)); }
-    FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) { return expand(signed_byte(bits) * scale); }
-    // The floor of 2^-31 keeps the smallest code's value a normal number. `inverse` maps the block's largest to 1.
-    FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
-        float top = larger(square_root(square_root(bits_float(absmax))), 5.9138983488082886e-08f);
-        return block_scale(absmax, kSmallestSigned, divide(top, 127.0f), reciprocal(top) * kTopNudge);
+    static constexpr float kUnit = 3.944304526105059e-31f;  // 2^-101: quarters of levels are codes in units of it
+    static constexpr float kTop = 31.0f;                    // the level of code 127; that of code 1 is 2^-23
+    FUSED_OPTIM_HD static float expand(float x) { return x; }
+    FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) {
+        return expand(fourfold_bits(signed_byte(bits) * kUnit) * scale);
     }
-    // 768 is a multiple of 256, and its last place 2^-14. Fractions of negative numbers are counted from above, so that
-    // it is the magnitude that rotates. Below code 1 it is the value that rotates, not its root: a value that has all
-    // but faded would else be drawn up to code 1 so often that it never fades.
-    static constexpr int kPlace = 14;
+    // The floor of 2^-103 keeps the smallest code's value a normal number.
+    FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
+        float scale = odd(larger(divide(bits_float(absmax), kTop), 9.860761315262648e-32f));
+        return block_scale(absmax, kSmallestSigned, scale, reciprocal(scale) * kTopNudge);
+    }
+    // The code of the magnitude. Below code 1 it is the value that rotates, not its quarter: a value that has all but
+    // faded would else be drawn up to code 1 so often that it never fades.
+    static constexpr int kPlace = 15;
     FUSED_OPTIM_HD static uint32_t placed(float x, float, float inverse, uint32_t u) {
-        uint32_t fraction = u ^ static_cast<uint32_t>(static_cast<int32_t>(float_bits(x)) >> 31);
-        float root = fourth_root_within(fabsf(x), inverse);
-        float square = root * root, below_one = square * (square * 2048383.0f);  // 127^3
-        root = copysignf(below_one < root ? below_one : root, x);
-        return float_bits(fused(root, 127.0f, bits_float(0x44400000u + (fraction >> 18))));
+        float level = clamp_top(fabsf(x) * inverse, kTop);
+        return int8_placed(clamp_top(quarter_of_bits(level), level * (8388608.0f * kUnit)), 1.0f / kUnit, u);
     }
 };
 
@@ -363,20 +377,19 @@ template <>
 struct SquareCodec<Format::kInt8> {
     static constexpr Format format = Format::kInt8;
     using Bits = uint8_t;
-    FUSED_OPTIM_HD static float expand(float root) {
-        float square = root * root, fourth = square * square;
-        return fourth * fourth;
+    static constexpr float kUnit = 1.9721522630525295e-31f;  // 2^-102
+    static constexpr float kTop = 31.5f;                     // the level of code 255
+    FUSED_OPTIM_HD static float expand(float root) { return root * root; }
+    FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) {
+        return expand(fourfold_bits(unsigned_byte(bits) * kUnit) * scale);
     }
-    FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) { return expand(unsigned_byte(bits) * scale); }
-    // `inverse` maps the block's largest to 1.
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
-        float top = square_root(square_root(square_root(bits_float(absmax))));
-        return block_scale(absmax, kSmallestSquare, divide(top, 255.0f), reciprocal(top) * kTopNudge);
+        float scale = odd(divide(square_root(bits_float(absmax)), kTop));
+        return block_scale(absmax, kSmallestSquare, scale, reciprocal(scale) * kTopNudge);
     }
-    static constexpr int kPlace = 15;  // the last place of 256 is 2^-15
+    static constexpr int kPlace = 15;
     FUSED_OPTIM_HD static uint32_t placed(float, float root, float inverse, uint32_t u) {
-        float threshold = bits_float(0x43800000u + (u >> 17));
-        return float_bits(fused(fourth_root_within(root, inverse), 255.0f, threshold));
+        return int8_placed(quarter_of_bits(clamp_top(root * inverse, kTop)), 1.0f / kUnit, u);
     }
 };
 
@@ -384,6 +397,12 @@ template <class Codec>
 inline constexpr bool kIsSquare = false;
 template <Format format>
 inline constexpr bool kIsSquare<SquareCodec<format>> = true;
+
+// Codecs whose placed() gives magnitudes, of numbers in two's complement.
+template <class Codec>
+inline constexpr bool kPlacesMagnitude = false;
+template <>
+inline constexpr bool kPlacesMagnitude<SignedCodec<Format::kInt8>> = true;
 
 template <class Codec, class = void>
 inline constexpr bool kIsPlaced = false;
@@ -395,6 +414,7 @@ template <class Codec>
 FUSED_OPTIM_HD uint32_t encode_state(float x, float root, float inverse, uint32_t u) {
     if constexpr (kIsPlaced<Codec>) {
         uint32_t code = Codec::placed(x, root, inverse, u) >> Codec::kPlace & 0xFFu;
+        if constexpr (kPlacesMagnitude<Codec>) return (x < 0.0f ? 0u - code : code) & 0xFFu;
         return kIsSquare<Codec> ? at_least_one(code, root) : code;
     } else {
         return Codec::encode(x, root, inverse, u);

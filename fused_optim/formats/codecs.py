@@ -19,7 +19,6 @@ from fused_optim.formats.arithmetic import (
     divide,
     float_bits,
     fused,
-    normal,
     sqrt,
 )
 from fused_optim.formats.elements import float16_magnitude, scaled_bits
@@ -129,14 +128,14 @@ class Float8Codec:
 
     @staticmethod
     def _encode(x: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
-        """Codes of values that are not negative."""
-        return (scaled_bits(clamp_top(x * inverse, 448.0), 120) + (u >> 12)) >> 20
+        """Codes of values that are not negative; ``inverse`` maps the block's largest to 1."""
+        return (scaled_bits((x * inverse).clamp_max(1.0), 120, 448.0) + (u >> 12)) >> 20
 
     @staticmethod
     def scale_signed(m: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         absmax = absmax_of(m)
         scale = divide(absmax, 448.0)
-        return block_scale(absmax, SMALLEST_SIGNED, scale, 1.0 / scale * TOP_NUDGE)
+        return block_scale(absmax, SMALLEST_SIGNED, scale, 1.0 / scale * (TOP_NUDGE / 448.0))
 
     @classmethod
     def encode_signed(cls, m: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
@@ -151,7 +150,7 @@ class Float8Codec:
     def scale_square(v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         absmax = absmax_of(v)
         scale = (divide(sqrt(absmax), 448.0)).clamp_min(2.0**-54)
-        return block_scale(absmax, SMALLEST_SQUARE, scale, 1.0 / scale * TOP_NUDGE)
+        return block_scale(absmax, SMALLEST_SQUARE, scale, 1.0 / scale * (TOP_NUDGE / 448.0))
 
     @classmethod
     def encode_square(cls, v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
@@ -164,56 +163,71 @@ class Float8Codec:
 
 
 class Int8Codec:
-    """The fourth root in 127 levels of either sign; of averages of squares, that of their square root in 255.
+    """Levels whose precision tapers off, in units of the scale; of averages of squares, of their roots.
 
-    So both moments have as many codes for each power of ten of the gradients.
+    The four highest powers of two have 16 levels each (roots of squares 32), the four below them 8, and so on: a float
+    of which a quarter of the bits is kept. It is a fourth root with straight lines in the place of its curves. Both
+    moments have as many levels for each power of ten of the gradients.
     """
 
-    @staticmethod
-    def _root(x: Tensor, inverse: Tensor) -> Tensor:
-        """The fourth root in units of ``1 / inverse``, at most 1; 0 of values below 2^-126."""
-        return (sqrt(sqrt(normal(x))) * inverse).nan_to_num(0.0).clamp(0.0, 1.0)
+    # Quarters of levels are codes in units of it; the level of the top code.
+    SIGNED_UNIT, SIGNED_TOP = 2.0**-101, 31.0
+    SQUARE_UNIT, SQUARE_TOP = 2.0**-102, 31.5
 
     @staticmethod
-    def scale_signed(m: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    def _quarter(x: Tensor) -> Tensor:
+        return bits_float(float_bits(x) >> 2)
+
+    @staticmethod
+    def _level(quarter: Tensor) -> Tensor:
+        bits = float_bits(quarter)
+        return bits_float((bits << 2 | bits & 0x80000000) & MASK32)
+
+    @staticmethod
+    def _scale(absmax: Tensor, smallest: float, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """An odd scale is found again from its top level."""
+        odd = bits_float(float_bits(scale) | 1)
+        return block_scale(absmax, smallest, odd, 1.0 / odd * TOP_NUDGE)
+
+    @staticmethod
+    def _round(x: Tensor, unit: float, u: Tensor) -> Tensor:
+        return fused(x, 1.0 / unit, 256.0 + (u >> 17).float() * 2.0**-15).long() - 256
+
+    @classmethod
+    def scale_signed(cls, m: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """The floor of 2^-103 keeps the smallest code's value a normal number."""
         absmax = absmax_of(m)
-        top = sqrt(sqrt(absmax)).clamp_min(127 * 2.0**-31)  # keeps the smallest code's value a normal number
-        return block_scale(absmax, SMALLEST_SIGNED, divide(top, 127.0), 1.0 / top * TOP_NUDGE)
+        return cls._scale(absmax, SMALLEST_SIGNED, divide(absmax, cls.SIGNED_TOP).clamp_min(2.0**-103))
 
     @classmethod
     def encode_signed(cls, m: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
-        """Fractions of negative numbers are counted from above, so that it is the magnitude that rotates.
+        """Below code 1 it is the value that rotates, not its quarter.
 
-        Below code 1 it is the value that rotates, not its root: a value that has all but faded would else be drawn
-        up to code 1 so often that it never fades.
+        A value that has all but faded would else be drawn up to code 1 so often that it never fades.
         """
-        fraction = torch.where(m.signbit(), MASK32 - u, u) >> 18
-        root = cls._root(m.abs(), inverse)
-        square = root * root
-        root = torch.minimum(root, square * (square * 127.0**3)).copysign(m)
-        return fused(root, 127.0, 768.0 + fraction.float() * 2.0**-14).long() - 768
+        level = clamp_top(m.abs() * inverse, cls.SIGNED_TOP)
+        quarter = torch.minimum(cls._quarter(level), level * (2.0**23 * cls.SIGNED_UNIT))
+        code = cls._round(quarter, cls.SIGNED_UNIT, u)
+        return torch.where(m < 0, -code, code)
 
-    @staticmethod
-    def decode_signed(bits: Tensor, scale: Tensor) -> Tensor:
-        root = bits.float() * scale
-        return root * root * (root * root.abs())
+    @classmethod
+    def decode_signed(cls, bits: Tensor, scale: Tensor) -> Tensor:
+        return cls._level(bits.float() * cls.SIGNED_UNIT) * scale
 
-    @staticmethod
-    def scale_square(v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    @classmethod
+    def scale_square(cls, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         absmax = absmax_of(v)
-        top = sqrt(sqrt(sqrt(absmax)))
-        return block_scale(absmax, SMALLEST_SQUARE, divide(top, 255.0), 1.0 / top * TOP_NUDGE)
+        return cls._scale(absmax, SMALLEST_SQUARE, divide(sqrt(absmax), cls.SQUARE_TOP))
 
     @classmethod
     def encode_square(cls, v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
-        threshold = 256.0 + (u >> 17).float() * 2.0**-15
-        return at_least_one(fused(cls._root(sqrt(v), inverse), 255.0, threshold).long() - 256, v > 0)
+        level = clamp_top(sqrt(v) * inverse, cls.SQUARE_TOP)
+        return at_least_one(cls._round(cls._quarter(level), cls.SQUARE_UNIT, u), v > 0)
 
-    @staticmethod
-    def decode_square(bits: Tensor, scale: Tensor) -> Tensor:
-        square = (bits.float() * scale).square()
-        fourth = square * square
-        return fourth * fourth
+    @classmethod
+    def decode_square(cls, bits: Tensor, scale: Tensor) -> Tensor:
+        root = cls._level(bits.float() * cls.SQUARE_UNIT) * scale
+        return root * root
 
 
 class FormerInt8Codec:

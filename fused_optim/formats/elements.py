@@ -36,10 +36,12 @@ def bfloat16_rotating(x: Tensor, u: Tensor) -> Tensor:
     return bits_float(rounded << 16).to(torch.bfloat16)
 
 
-def scaled_bits(x: Tensor, exponent: int) -> Tensor:
-    """The bits of ``x * 2**-exponent`` for ``0 <= x < 2**exponent``, denormals rounded to nearest even."""
-    subnormal = (x * 2.0 ** (149 - exponent)).round().clamp_max(2.0**23).long()
-    return torch.where(x < 2.0 ** (exponent - 126), subnormal, float_bits(x) - (exponent << 23))
+def scaled_bits(x: Tensor, exponent: int, factor: float = 1.0) -> Tensor:
+    """The bits of ``x * factor * 2**-exponent``, rounded once to nearest even; of 0 to ``2**exponent`` exclusive."""
+    exact = x.double() * factor
+    subnormal = (exact * 2.0 ** (149 - exponent)).round().clamp_max(2.0**23).long()
+    value = exact.float()
+    return torch.where(value < 2.0 ** (exponent - 126), subnormal, float_bits(value) - (exponent << 23))
 
 
 def float16_magnitude(x: Tensor, u: Tensor) -> Tensor:

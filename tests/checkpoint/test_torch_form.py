@@ -65,9 +65,11 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Pa
 
 def close_in(fmt: Format, state: str, loaded: Tensor, saved: Tensor) -> bool:
     """Whether a matrix is kept as exactly as its format promises, in blocks of 128."""
-    root = 1.0 / fmt.moment(state).code.root if fmt is FORMAT["int8"] else 1.0
-    magnitudes = [x.double().abs().pow(root).view(-1, 128) for x in (loaded, saved)]
     moment = fmt.moment(state)
+    magnitudes = [x.double().abs().view(-1, 128).numpy() for x in (loaded, saved)]
+    if fmt is FORMAT["int8"]:
+        magnitudes = [moment.code.coded(x, magnitudes[1].max(1, keepdims=True)) for x in magnitudes]
+    magnitudes = [torch.from_numpy(x) for x in magnitudes]
     bound = moment.relative * magnitudes[1] + moment.absolute * magnitudes[1].amax(1, keepdim=True)
     signs = bool((loaded * saved >= 0).all())
     bound = bound * (1 + 5e-4)  # the nudge to the top code

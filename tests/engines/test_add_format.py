@@ -21,7 +21,7 @@ STEPS = [
     ),
     (
         "csrc/multi_tensor/formats.h",
-        "        return float_bits(fused(fourth_root_within(root, inverse), 255.0f, threshold));\n    }\n};\n",
+        "        return int8_placed(quarter_of_bits(clamp_top(root * inverse, kTop)), 1.0f / kUnit, u);\n    }\n};\n",
         """
 template <>
 struct SignedCodec<Format::kToy8> {
@@ -57,7 +57,7 @@ struct SquareCodec<Format::kToy8> {
     ),
     (
         "fused_optim/formats/codecs.py",
-        "        fourth = square * square\n        return fourth * fourth\n",
+        "        root = cls._level(bits.float() * cls.SQUARE_UNIT) * scale\n        return root * root\n",
         '''
 
 class Toy8Codec:

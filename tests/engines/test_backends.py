@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -184,11 +183,12 @@ def around_boundaries(dtype: torch.dtype, state: str, ulps: int = 3) -> Tensor:
     Of FP16 only some: it has too many codes.
     """
     if dtype == torch.float16:
-        levels, root = torch.arange(0, 0x7800, 29).short().view(torch.float16).double().numpy() / 2**15, 1
+        levels = torch.arange(0, 0x7800, 29).short().view(torch.float16).double().numpy() / 2**15
+        middles = (levels[1:] + levels[:-1]) / 2
     else:
         code = next(fmt.moment(state).code for fmt in FORMATS if fmt.dtype == dtype)
-        levels, root = code.levels / code.levels[-1], code.root
-    middles = ((levels[1:] + levels[:-1]) / 2).astype(np.float64) ** root
+        coded = code.coded(code.value(code.coded(1.0, 1.0), 1.0) * (code.levels / code.levels[-1]) ** code.root, 1.0)
+        middles = code.value((coded[1:] + coded[:-1]) / 2, 1.0)
     parts = torch.from_numpy(middles[::-1].copy()).float().view(-1, 1)
     steps = torch.arange(-ulps, ulps + 1, dtype=torch.int32)
     return (parts.view(torch.int32) + steps).view(torch.float32).flatten()

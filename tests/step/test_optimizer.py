@@ -595,8 +595,9 @@ def test_state_dict_loads_into_other_formats(source: Format, target: Format, dev
             moment = target.moment(name)
             assert fresh.state[ours][name].dtype == make_dtype(target, name, ours)
             actual, expected = (o.get_unscaled_state(p, name) for o, p in ((fresh, ours), (optimizer, theirs)))
-            relative = 1.01 * moment.code.root * (moment.relative + 2 * moment.absolute)
-            bound = relative * expected.abs() + 2 * moment.code.root * moment.absolute * expected.abs().amax()
+            steepest = moment.code.steepest
+            relative = 1.01 * steepest * (moment.relative + 2 * moment.absolute)
+            bound = relative * expected.abs() + 2 * steepest * moment.absolute * expected.abs().amax()
             assert bool(((actual - expected).abs() <= bound + 1e-7 * expected.abs()).all())
 
 

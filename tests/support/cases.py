@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reference import BlockCode, Float16Code, e4m3_levels
+from reference import BlockCode, Float16Code, TaperedCode, e4m3_levels
 
 BLOCKS = (128, 64, 32)
 
@@ -72,9 +72,9 @@ FORMATS = [
     Format(
         torch.int8,
         1,
-        Moment(0.0, 0.5 / 127, BlockCode(np.arange(128.0), root=4, smallest_scale=2**-31, fades_by_value=True)),
-        Moment(0.0, 0.5 / 255, BlockCode(np.arange(256.0), root=8)),
-        16.0,  # 1.2 and 3.2 where second moments lie within factors of 1e8 and 2.5e15 in a block
+        Moment(0.0, 0.5 / 127, TaperedCode(bits=4, smallest_scale=2**-103, fades_by_value=True)),
+        Moment(0.0, 0.5 / 255, TaperedCode(bits=5, root=2)),
+        16.0,  # 1.25 and 2 where second moments lie within factors of 1e8 and 1e14 in a block
         (0.047, 0.036),
     ),
 ]

@@ -113,6 +113,62 @@ class BlockCode:
             x = np.sqrt(x)
         return x
 
+    # The same without rounding, in float64.
+
+    def coded(self, x: Array, largest: Array) -> Array:
+        """What is coded of magnitudes whose block has that largest one."""
+        return np.asarray(x, np.float64) ** (1 / self.root)
+
+    def value(self, y: Array, largest: Array) -> Array:
+        return np.asarray(y, np.float64) ** self.root
+
+    @property
+    def steepest(self) -> float:
+        """How much larger a value's relative error may be than that of what is coded."""
+        return self.root
+
+
+@dataclass(frozen=True, eq=False)
+class TaperedCode(BlockCode):
+    """The four highest powers of two have ``2**bits`` levels each, the four below them half as many, and so on."""
+
+    levels: Array = field(init=False)
+    bits: int = 4
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "levels", self._level(np.arange(2.0 ** (self.bits + 3))))
+
+    def scale(self, absmax: Array, state: str) -> Array:
+        scale = super().scale(absmax, state)
+        return np.where(scale > 0, (scale.view(np.uint32) | 1).view(np.float32), scale)  # odd
+
+    def place(self, y: Array) -> Array:
+        places = self._place(y)
+        return np.minimum(places, y / self.levels[1]) if self.fades_by_value else places
+
+    def coded(self, x: Array, largest: Array) -> Array:
+        scale = super().coded(largest, largest) / self.levels[-1]
+        return self._place(super().coded(x, largest) / np.where(scale > 0, scale, 1.0))
+
+    def value(self, y: Array, largest: Array) -> Array:
+        return super().value(self._level(y) * super().coded(largest, largest) / self.levels[-1], largest)
+
+    @property
+    def steepest(self) -> float:
+        return 8 * self.root  # 4 * (1 + f) / (1 + F) with fractions f and F
+
+    def _place(self, y: Array) -> Array:
+        exponent = np.floor(np.log2(np.maximum(y, 2.0**-120)))
+        eighths = (exponent - 1 + y / np.exp2(exponent) - 1) / 4  # exponent 1 is where the highest four begin
+        whole = np.floor(eighths)
+        return np.where(np.asarray(y) > 0, np.exp2(whole + self.bits + 2) * (1 + eighths - whole), 0.0)
+
+    def _level(self, place: Array) -> Array:
+        exponent = np.floor(np.log2(np.maximum(place, 2.0**-20)))
+        fours = 4 * (exponent - self.bits - 2 + place / np.exp2(exponent) - 1)
+        whole = np.floor(fours)
+        return np.where(np.asarray(place) > 0, np.exp2(whole + 1) * (1 + fours - whole), 0.0)
+
 
 @dataclass(frozen=True, eq=False)
 class Float16Code(BlockCode):

@@ -66,12 +66,12 @@ void encode_block(SquareCodec<Format::kFloat8> codec, uint8_t* codes, const floa
                   const uint32_t* u, float inverse) {
     int32_t smallest = 0x7FFFFFFF;
     for (int i = 0; i < block; ++i) {
-        const float x = clamp_top(root[i] * inverse, kFloat8Top);
+        const float x = clamp_one(root[i] * inverse) * kFloat8Top;
         const int32_t placed = static_cast<int32_t>(float_bits(x) - (120u << 23) + (u[i] >> 12));
         smallest = placed < smallest ? placed : smallest;
-        codes[i] = static_cast<uint8_t>(placed >> codec.kPlace);
+        codes[i] = static_cast<uint8_t>(placed >> 20);
     }
-    if (smallest >= 9 << codec.kPlace) return;
+    if (smallest >= 9 << 20) return;
     encode_block<block, SquareCodec<Format::kFloat8>>(codec, codes, values, root, u, inverse);
 }
 

@@ -123,6 +123,28 @@ __device__ __forceinline__ void pack_codes(uint32_t* words, const uint32_t* code
     }
 }
 
+// Four codes of eight bits from kPlace on.
+template <int kPlace>
+__device__ __forceinline__ uint32_t pack_placed(const uint32_t* codes) {
+    if constexpr (kPlace % 8 == 0) {
+        return pack_bytes<kPlace / 8>(codes);
+    } else {  // two share a shift
+        static_assert(kPlace / 8 == 1, "the two bytes in the middle");
+        const uint32_t first = __byte_perm(codes[0], codes[1], 0x6521) >> kPlace % 8;
+        const uint32_t second = __byte_perm(codes[2], codes[3], 0x6521) >> kPlace % 8;
+        return __byte_perm(first, second, 0x6420);
+    }
+}
+
+// Four magnitudes below 128, as two's complement with the signs of `values`. 128 minus a magnitude borrows nothing.
+__device__ __forceinline__ uint32_t with_signs(uint32_t magnitudes, const float* values) {
+    const uint32_t low =
+        __byte_perm(float_bits(values[0]), float_bits(values[1]), 0xFBFB);  // F, B: a sign, eight times
+    const uint32_t high = __byte_perm(float_bits(values[2]), float_bits(values[3]), 0xFBFB);
+    const uint32_t negative = __byte_perm(low, high, 0x5410);
+    return (((0x80808080u - magnitudes) ^ 0x80808080u) & negative) | (magnitudes & ~negative);
+}
+
 __device__ __forceinline__ bool has_zero_byte(uint32_t word) {
     return ((word - 0x01010101u) & ~word & 0x80808080u) != 0;
 }
@@ -179,15 +201,14 @@ template <class Codec>
 __device__ __forceinline__ void decode_words(float* values, const uint32_t* words, float scale) {
     constexpr int bytes = sizeof(typename Codec::Bits);
     if constexpr (Codec::format == Format::kInt8) {
-        // A code in the last places of 2^23. Signed ones are offset by 128; 2^23 * scale is exact, so unsigned ones
-        // need no subtraction of their own.
+        // A code in the last places of 2^23; signed ones are offset by 128.
         constexpr bool is_signed = static_cast<typename Codec::Bits>(-1) < 0;
-        const float zero = -8388608.0f * scale;
+        constexpr float zero = (is_signed ? -8388736.0f : -8388608.0f) * Codec::kUnit;
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
             uint32_t word = is_signed ? words[i / 4] ^ 0x80808080u : words[i / 4];
             float code = bits_float(__byte_perm(word, 0x4B000000u, 0x7650u + i % 4));
-            values[i] = Codec::expand(is_signed ? (code - 8388736.0f) * scale : fused(code, scale, zero));
+            values[i] = Codec::expand(fourfold_bits(fused(code, Codec::kUnit, zero)) * scale);
         }
 #if __CUDA_ARCH__ >= 890
     } else if constexpr (Codec::format == Format::kFloat8) {
@@ -233,14 +254,15 @@ __device__ __forceinline__ void encode_words(uint32_t* words, const float* value
         pack_codes<sizeof(typename Codec::Bits)>(words, codes);
     } else {
         static_assert(sizeof(typename Codec::Bits) == 1, "codes of a byte");
-        constexpr int shift = (8 - Codec::kPlace % 8) % 8;  // brings the code to a byte
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-            codes[i] = Codec::placed(values[i], root[i], inverse, rounding.bits(group8, i)) << shift;
+            codes[i] = Codec::placed(values[i], root[i], inverse, rounding.bits(group8, i));
         }
-        constexpr int byte = (Codec::kPlace + shift) / 8;
-        words[0] = pack_bytes<byte>(codes);
-        words[1] = pack_bytes<byte>(codes + 4);
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            words[k] = pack_placed<Codec::kPlace>(codes + 4 * k);
+            if constexpr (kPlacesMagnitude<Codec>) words[k] = with_signs(words[k], values + 4 * k);
+        }
         if (kIsSquare<Codec> && (has_zero_byte(words[0]) || has_zero_byte(words[1]))) {
 #pragma unroll
             for (int i = 0; i < kVector; ++i) {
