@@ -75,7 +75,7 @@ FORMATS = [
         Moment(0.0, 0.5 / 127, TaperedCode(bits=4, smallest_scale=2**-103, fades_by_value=True)),
         Moment(0.0, 0.5 / 255, TaperedCode(bits=5, root=2)),
         16.0,  # 1.25 and 2 where second moments lie within factors of 1e8 and 1e14 in a block
-        (0.047, 0.036),
+        (0.049, 0.037),
     ),
 ]
 SCALED_FORMATS = [fmt for fmt in FORMATS if fmt.scaled]

@@ -136,12 +136,16 @@ __device__ __forceinline__ uint32_t pack_placed(const uint32_t* codes) {
     }
 }
 
+// The sign bits of two numbers, eight times each, twice. (The selectors of __byte_perm have no such bit.)
+__device__ __forceinline__ uint32_t signs_of(float a, float b) {
+    uint32_t signs;
+    asm("prmt.b32 %0, %1, %2, 0xFBFB;" : "=r"(signs) : "r"(float_bits(a)), "r"(float_bits(b)));
+    return signs;
+}
+
 // Four magnitudes below 128, as two's complement with the signs of `values`. 128 minus a magnitude borrows nothing.
 __device__ __forceinline__ uint32_t with_signs(uint32_t magnitudes, const float* values) {
-    const uint32_t low =
-        __byte_perm(float_bits(values[0]), float_bits(values[1]), 0xFBFB);  // F, B: a sign, eight times
-    const uint32_t high = __byte_perm(float_bits(values[2]), float_bits(values[3]), 0xFBFB);
-    const uint32_t negative = __byte_perm(low, high, 0x5410);
+    const uint32_t negative = __byte_perm(signs_of(values[0], values[1]), signs_of(values[2], values[3]), 0x5410);
     return (((0x80808080u - magnitudes) ^ 0x80808080u) & negative) | (magnitudes & ~negative);
 }
 
