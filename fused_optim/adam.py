@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 
 from fused_optim.backends.tables import Rule as RuleNumber
 from fused_optim.decorators import between_graphs
-from fused_optim.formats.arithmetic import fused, normal, sqrt
+from fused_optim.formats.arithmetic import flush_denormals, fma, sqrt
 from fused_optim.formats.states import Kind
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import check_decay_rates, check_differentiable, check_number
@@ -113,11 +113,11 @@ class Adam(OneRule):
             m, v = states
             grad = grad * s.grad_factor
             if s.l2_penalty != 0.0:
-                grad = fused(param, s.l2_penalty, grad)
-            m = fused(m, s.beta1, s.one_minus_beta1 * grad)
-            v = normal(fused(s.one_minus_beta2 * grad, grad, normal(s.beta2 * v)))
-            denominator = fused(sqrt(v), s.inverse_sqrt_correction2, s.eps)
-            return fused(m / denominator, -s.step_size, param * s.decay), [m, v]
+                grad = fma(param, s.l2_penalty, grad)
+            m = fma(m, s.beta1, s.one_minus_beta1 * grad)
+            v = flush_denormals(fma(s.one_minus_beta2 * grad, grad, flush_denormals(s.beta2 * v)))
+            denominator = fma(sqrt(v), s.inverse_sqrt_correction2, s.eps)
+            return fma(m / denominator, -s.step_size, param * s.decay), [m, v]
 
         return update
 

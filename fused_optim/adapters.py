@@ -45,7 +45,7 @@ class Fractions:
 
 
 @dataclass(frozen=True)
-class Target:
+class FusedEncode:
     """What an engine's update of an FP32 master does for the quantized weight beside it, in the same pass.
 
     ``format``, ``round_up``: as in ``recipes.KernelFormat``. ``data``: the codes are written here; None: they are
@@ -143,7 +143,7 @@ class Adapter(Protocol):
     def needs_collective(self, param: Tensor) -> bool:
         """Whether new values need a reduction over ranks. All ranks answer alike."""
 
-    def target(self, param: Tensor) -> Target | None:
+    def target(self, param: Tensor) -> FusedEncode | None:
         """What the update pass can do for this parameter; None: nothing, :meth:`write` does it all."""
 
     def write(self, updates: Sequence[Update], applies: Tensor | None, advance: bool) -> None:

@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from fused_optim.backends.tables import Rule as RuleNumber
 from fused_optim.decorators import between_graphs
-from fused_optim.formats.arithmetic import fused
+from fused_optim.formats.arithmetic import fma
 from fused_optim.formats.states import Kind
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import check_decay_rates, check_differentiable
@@ -46,9 +46,9 @@ class Lion(OneRule):
         def update(grad: Tensor, param: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
             (m,) = states
             grad = grad * s.grad_factor
-            mixed = fused(m, s.beta1, s.one_minus_beta1 * grad)
+            mixed = fma(m, s.beta1, s.one_minus_beta1 * grad)
             direction = torch.where(mixed.isnan(), mixed, mixed.sign())  # torch's sign of NaN is 0
-            return fused(direction, -s.step_size, param * s.decay), [fused(m, s.beta2, s.one_minus_beta2 * grad)]
+            return fma(direction, -s.step_size, param * s.decay), [fma(m, s.beta2, s.one_minus_beta2 * grad)]
 
         return update
 

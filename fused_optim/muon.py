@@ -49,8 +49,8 @@ class Muon(MomentumPass):
     shown: tuple[str, ...] = field(default=("momentum", "nesterov", "ns_steps"), init=False)
     whole_matrices: bool = field(default=True, init=False)
     needs_step: bool = field(default=False, init=False)  # torch.optim.Muon counts none
-    planned_options: tuple[str, ...] = field(default=("splits", "ns_dtype"), init=False)
-    shared_options: tuple[str, ...] = field(default=(*_HOW, MOMENTUM_BUFFER.option), init=False)
+    collective_keys: tuple[str, ...] = field(default=("splits", "ns_dtype"), init=False)
+    rank_uniform_keys: tuple[str, ...] = field(default=(*_HOW, MOMENTUM_BUFFER.option), init=False)
 
     def problem_of(self, param: Tensor, group: Mapping[str, Any]) -> str:
         if param.dim() not in (2, 3):

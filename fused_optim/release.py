@@ -86,7 +86,7 @@ class GradientRelease:
         self._reducing = _reducing(model) if isinstance(model, DistributedDataParallel) else None
         notice_scaled_losses()
         try:
-            self.buckets = optimizer.stepper.in_buckets(self._choose, bucket_bytes)
+            self.buckets = optimizer.stepper.start_release(self._choose, bucket_bytes)
         except BaseException:
             self._remove_hooks()
             raise
@@ -106,7 +106,7 @@ class GradientRelease:
         try:
             buckets.finish_begun()
         finally:
-            stepper.at_once()
+            stepper.stop_release()
             self._remove_hooks()
             if self._reducing is not None:
                 self._reducing.release = None
@@ -139,16 +139,16 @@ class GradientRelease:
                 # updated by `step()`.
                 if param in self.buckets and param.grad is not None:
                     param.grad = grad
-                    self.buckets.arrive(param)
+                    self.buckets.on_gradient_ready(param)
 
 
 def _hook(param: Tensor, this: weakref.ref[GradientRelease]) -> RemovableHandle:
     @between_graphs
-    def arrive(param: Tensor) -> None:
+    def on_gradient_ready(param: Tensor) -> None:
         if release := this():
-            release.buckets.arrive(param)
+            release.buckets.on_gradient_ready(param)
 
-    handle: RemovableHandle = param.register_post_accumulate_grad_hook(arrive)
+    handle: RemovableHandle = param.register_post_accumulate_grad_hook(on_gradient_ready)
     return handle
 
 

@@ -115,8 +115,8 @@ class Rule(Protocol):
     needs_step: bool  # whether states mean nothing without the number of their step
     # Keys of param groups that all ranks must have alike: those that decide what ranks send each other, which steps
     # are planned by, and those of which each rank's counts for the parts that it computes of others' updates.
-    planned_options: tuple[str, ...]
-    shared_options: tuple[str, ...]
+    collective_keys: tuple[str, ...]
+    rank_uniform_keys: tuple[str, ...]
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Raise ValueError or TypeError for the rule's hyperparameters of a param group if they make no sense."""
@@ -161,8 +161,8 @@ class OneRule:
 
     whole_matrices = False
     needs_step = True
-    planned_options: tuple[str, ...] = ()
-    shared_options: tuple[str, ...] = ()
+    collective_keys: tuple[str, ...] = ()
+    rank_uniform_keys: tuple[str, ...] = ()
     has_torch_form = False
 
     @property

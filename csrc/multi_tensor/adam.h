@@ -17,14 +17,14 @@ struct Update<Rule::kAdam> {
     }
 
     FUSED_OPTIM_HD static float advance(float grad, float (&states)[2], const Scalars& s) {
-        states[0] = fused(s.beta1, states[0], s.one_minus_beta1 * grad);
-        states[1] = fused_normal(s.one_minus_beta2 * grad, grad, product_normal(s.beta2, states[1]));
+        states[0] = fma(s.beta1, states[0], s.one_minus_beta1 * grad);
+        states[1] = fma_ftz(s.one_minus_beta2 * grad, grad, mul_ftz(s.beta2, states[1]));
         return states[0];
     }
 
     FUSED_OPTIM_HD static float next_param(float param, float direction, float root, const Scalars& s) {
-        float denominator = fused(root, s.inverse_sqrt_correction2, s.eps);
-        return fused(-s.step_size, quotient(direction, denominator), param * s.decay);
+        float denominator = fma(root, s.inverse_sqrt_correction2, s.eps);
+        return fma(-s.step_size, quotient(direction, denominator), param * s.decay);
     }
 };
 

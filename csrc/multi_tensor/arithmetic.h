@@ -1,5 +1,5 @@
 // Bit views and the few operations that host and device spell differently. Contraction is off everywhere (--fmad=false,
-// -ffp-contract=off), so plain operators round once per operation and fused() is the only fused one. On the device,
+// -ffp-contract=off), so plain operators round once per operation and fma() is the only fused one. On the device,
 // square root and division are written without the range checks and slow paths that nvcc would put around each; the
 // preconditions that make them correctly rounded (Markstein, "IA-64 and elementary functions", 2000) stand beside them,
 // and tests compare all of their arguments with the IEEE operations.
@@ -43,7 +43,7 @@ FUSED_OPTIM_HD bool is_nan(float x) { return magnitude_bits(x) > kInfinity; }
 FUSED_OPTIM_HD float larger(float a, float b) { return a > b ? a : b; }
 
 // a * b + c, rounded once.
-FUSED_OPTIM_HD float fused(float a, float b, float c) {
+FUSED_OPTIM_HD float fma(float a, float b, float c) {
 #if defined(__CUDA_ARCH__)
     return __fmaf_rn(a, b, c);
 #else
@@ -52,18 +52,18 @@ FUSED_OPTIM_HD float fused(float a, float b, float c) {
 }
 
 // The same for results that are not negative, with those below 2^-126 replaced by 0.
-FUSED_OPTIM_HD float fused_normal(float a, float b, float c) {
+FUSED_OPTIM_HD float fma_ftz(float a, float b, float c) {
 #if defined(__CUDA_ARCH__)
     float x;
     asm("fma.rn.ftz.f32 %0, %1, %2, %3;" : "=f"(x) : "f"(a), "f"(b), "f"(c));
     return x;
 #else
-    float x = fused(a, b, c);
+    float x = fma(a, b, c);
     return x < kSmallestNormal ? 0.0f : x;
 #endif
 }
 
-FUSED_OPTIM_HD float product_normal(float a, float b) {
+FUSED_OPTIM_HD float mul_ftz(float a, float b) {
 #if defined(__CUDA_ARCH__)
     float x;
     asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
@@ -128,7 +128,7 @@ FUSED_OPTIM_HD uint32_t scaled_bits(float x, float factor = 1.0f) {
     constexpr uint32_t smallest = static_cast<uint32_t>(exponent + 1) << 23;  // 2^(exponent - 126)
     uint32_t bits = float_bits(x * factor);
     float places = factor * bits_float(static_cast<uint32_t>(276 - exponent) << 23);
-    float small = fused(bits < smallest ? x : 0.0f, places, 8388608.0f);
+    float small = fma(bits < smallest ? x : 0.0f, places, 8388608.0f);
     return bits < smallest ? float_bits(small) - 0x4B000000u : bits - (smallest - (1u << 23));
 #endif
 }
@@ -139,7 +139,7 @@ FUSED_OPTIM_HD float positive_square_root(float x, float at_least) {
     float r;
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(at_least));
     float s = x * r;
-    return fused(fused(-s, s, x), 0.5f * r, s);
+    return fma(fma(-s, s, x), 0.5f * r, s);
 #else
     return sqrtf(x);
 #endif
@@ -154,7 +154,7 @@ FUSED_OPTIM_HD float reciprocal(float x) {
 #if defined(__CUDA_ARCH__)
     float r;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return fused(fused(-x, r, 1.0f), r, r);
+    return fma(fma(-x, r, 1.0f), r, r);
 #else
     return 1.0f / x;
 #endif
@@ -165,7 +165,7 @@ FUSED_OPTIM_HD float divide(float x, float divisor) {
 #if defined(__CUDA_ARCH__)
     float r = 1.0f / divisor;
     float q = x * r;
-    return fused(fused(-q, divisor, x), r, q);
+    return fma(fma(-q, divisor, x), r, q);
 #else
     return x / divisor;
 #endif

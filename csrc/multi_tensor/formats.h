@@ -343,7 +343,7 @@ FUSED_OPTIM_HD float fourfold_bits(float quarter) {
 
 // A code beside 256, whose last place is 2^-15, from x in units of 1 / codes.
 FUSED_OPTIM_HD uint32_t int8_placed(float x, float codes, uint32_t u) {
-    return float_bits(fused(x, codes, bits_float(0x43800000u + (u >> 17))));
+    return float_bits(fma(x, codes, bits_float(0x43800000u + (u >> 17))));
 }
 
 // An odd scale is found again from its top level.

@@ -13,13 +13,13 @@ struct Update<Rule::kLion> {
     }
 
     FUSED_OPTIM_HD static float advance(float grad, float (&states)[1], const Scalars& s) {
-        const float mixed = fused(s.beta1, states[0], s.one_minus_beta1 * grad);
-        states[0] = fused(s.beta2, states[0], s.one_minus_beta2 * grad);
+        const float mixed = fma(s.beta1, states[0], s.one_minus_beta1 * grad);
+        states[0] = fma(s.beta2, states[0], s.one_minus_beta2 * grad);
         return mixed > 0.0f ? 1.0f : mixed < 0.0f ? -1.0f : mixed + 0.0f;  // 0 of either zero, and NaN
     }
 
     FUSED_OPTIM_HD static float next_param(float param, float direction, float, const Scalars& s) {
-        return fused(-s.step_size, direction, param * s.decay);
+        return fma(-s.step_size, direction, param * s.decay);
     }
 };
 

@@ -13,8 +13,8 @@ struct Update<Rule::kMuon> {
     FUSED_OPTIM_HD static void correct(Scalars&, const Hyper&, double, int64_t) {}
 
     FUSED_OPTIM_HD static float advance(float grad, float (&states)[1], const Scalars& s) {
-        states[0] = fused(s.beta1, states[0], s.one_minus_beta1 * grad);
-        return fused(s.beta2, states[0], s.one_minus_beta2 * grad);
+        states[0] = fma(s.beta1, states[0], s.one_minus_beta1 * grad);
+        return fma(s.beta2, states[0], s.one_minus_beta2 * grad);
     }
 
     FUSED_OPTIM_HD static float next_param(float, float direction, float, const Scalars&) { return direction; }
@@ -30,7 +30,7 @@ struct Update<Rule::kDescent> {
     FUSED_OPTIM_HD static float advance(float grad, float (&)[1], const Scalars&) { return grad; }
 
     FUSED_OPTIM_HD static float next_param(float param, float direction, float, const Scalars& s) {
-        return fused(-s.step_size, direction, param * s.decay);
+        return fma(-s.step_size, direction, param * s.decay);
     }
 };
 

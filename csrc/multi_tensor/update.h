@@ -77,7 +77,7 @@ FUSED_OPTIM_HD Scalars derive(const Hyper& hyper) {
 FUSED_OPTIM_HD float unscaled_gradient(float grad, const Scalars& s) {
 #if defined(__CUDA_ARCH__)
     const float near = grad * s.inverse_grad_scale;
-    const float exact = fused(fused(-near, s.grad_scale, grad), s.inverse_grad_scale, near);
+    const float exact = fma(fma(-near, s.grad_scale, grad), s.inverse_grad_scale, near);
     return exact == exact ? exact : near;  // what is infinite has no remainder
 #else
     return grad / s.grad_scale;
@@ -87,7 +87,7 @@ FUSED_OPTIM_HD float unscaled_gradient(float grad, const Scalars& s) {
 // The gradient that the states see. The L2 penalty is the same for a whole group: hoist it out of loops.
 FUSED_OPTIM_HD float scaled_gradient(float grad, const Scalars& s) { return grad * s.grad_factor; }
 FUSED_OPTIM_HD float penalized_gradient(float grad, float param, const Scalars& s) {
-    return fused(s.l2_penalty, param, grad);
+    return fma(s.l2_penalty, param, grad);
 }
 
 // sqrt(square) for every value; square_root() alone serves finite ones.

@@ -23,7 +23,7 @@ from fused_optim.backends.tables import problem_of
 from fused_optim.decorators import callers_level
 
 if TYPE_CHECKING:  # torch's code for DTensors comes with them, and `python -m fused_optim info` does without it
-    from fused_optim.adapters import Target
+    from fused_optim.adapters import FusedEncode
     from fused_optim.backends.engine import CpuEngine, CudaEngine, Engine
     from fused_optim.memory.layout import StateLayout
     from fused_optim.rule import Hyper
@@ -53,7 +53,7 @@ class ShardWork:
     states: tuple[Tensor, ...]
     layout: StateLayout
     key: int
-    target: Target | None = None
+    target: FusedEncode | None = None
     absmax: Tensor | None = None
 
 

@@ -109,7 +109,7 @@ class MarkedTensor(NamedTuple):
 
 
 def collect(marked: Sequence[MarkedTensor]) -> list[tuple[Tensor, Tensor]]:
-    """Of each the indices of marked elements, ascending (int64), and their values. Waits for each device once.
+    """Indices of each tensor's marked elements, ascending (int64), and their values. Waits for each device once.
 
     What is given back may lie in one memory, and where all elements of tensors are marked their indices may be the same
     tensor's.
@@ -143,7 +143,7 @@ def _indices(bits: Tensor) -> Tensor:
 
 
 def _by_engine(engine: Engine, tensors: Sequence[MarkedTensor], device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Of one device: the engine counts marks, and then writes into memory of that size."""
+    """The same on one device: the engine counts marks, and then writes into memory of that size."""
     numels = [each.values.numel() for each in tensors]
     rows = engine.MarkedRows(
         [

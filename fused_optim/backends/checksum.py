@@ -16,13 +16,13 @@ _LEAST = 1 << 10  # bytes for which the call pays
 
 
 def crc32(content: Any, crc: int = 0) -> int:
-    """Of contiguous bytes, after others with this CRC-32. Without the interpreter's lock where there are many."""
+    """CRC-32 of contiguous bytes that follow others with CRC-32 ``crc``. Long ones release the interpreter's lock."""
     engine = _engine() if memoryview(content).nbytes >= _LEAST else None
     return zlib.crc32(content, crc) if engine is None else engine.crc32(content, crc)
 
 
 def crc32_of_file(descriptor: int, start: int, size: int) -> tuple[int, int] | None:
-    """Of bytes of an open file, and how many there were: fewer than ``size`` where it ends.
+    """The CRC-32 of up to ``size`` bytes of an open file, and their number: fewer at its end.
 
     None where no engine does it: the file is read by the caller then. Raises OSError.
     """

@@ -168,26 +168,26 @@ class CompiledShards:
         )
         self.works: dict[int, ShardWork] = {}  # contiguous copies of gradients live until the step is launched
 
-    def refresh(self, watched: list[CachedShard], attribute: str) -> Sequence[int]:
+    def refresh(self, cached: list[CachedShard], attribute: str) -> Sequence[int]:
         self.works.clear()  # of a step that was begun and refused
         # Reading `.grad` of a DTensor takes three times as long where torch looks for overrides.
         with torch._C.DisableTorchFunctionSubclass():
-            return self._table.refresh(watched, attribute)
+            return self._table.refresh(cached, attribute)
 
     def written(self) -> Sequence[int]:
         return self._table.written()
 
-    def find_written(self, watched: list[CachedShard]) -> Sequence[int]:
+    def find_written(self, cached: list[CachedShard]) -> Sequence[int]:
         with torch._C.DisableTorchFunctionSubclass():
-            return self._table.find_written(watched)
+            return self._table.find_written(cached)
 
-    def set(self, shard: int, work: ShardWork, watched: CachedShard | None) -> bool:
+    def set(self, shard: int, work: ShardWork, cached: CachedShard | None) -> bool:
         self._table.set_shard(shard, work)
         self.works[shard] = work
         with torch._C.DisableTorchFunctionSubclass():
-            return watched is not None and self._table.cache(shard, watched)
+            return cached is not None and self._table.cache(shard, cached)
 
-    def let_go(self, shard: int) -> None:
+    def drop_param(self, shard: int) -> None:
         self.works.pop(shard, None)
 
     def sharing(self) -> Sequence[int]:
@@ -199,12 +199,12 @@ class CompiledShards:
     def with_gradients(self) -> Sequence[int]:
         return self._table.with_gradients()
 
-    def updated(self, watched: list[CachedShard]) -> list[Tensor]:
-        return self._table.updated(watched)
+    def updated(self, cached: list[CachedShard]) -> list[Tensor]:
+        return self._table.updated(cached)
 
-    def mark(self, watched: list[CachedShard]) -> None:
+    def mark(self, cached: list[CachedShard]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            self._table.mark(watched)
+            self._table.mark(cached)
 
     def groups_with_gradients(self) -> Sequence[int]:
         return self._table.groups_with_gradients()
@@ -217,7 +217,7 @@ class CompiledShards:
     def run_matrix_pass(
         self, first: bool, values: Mapping[int, Tensor], hypers: list[Hyper], workspace: Tensor | None
     ) -> None:
-        """Of Muon: over these shards, ascending, the pass before matrices are orthogonalized, or that after it.
+        """Muon's pass before orthogonalization, or after it, over shards in ascending order.
 
         ``values``: flat, contiguous: what the first writes, or the second reads.
         """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class CachedShard(NamedTuple):
-    """What an engine compares to see whether a shard is as it was; the fields are those of ``cached_shard.h``."""
+    """The objects by which an engine notices that a shard has changed; the fields of ``cached_shard.h``."""
 
     param_ref: Reference  # others may let go of it at any time
     state0: Tensor | None
@@ -237,7 +237,7 @@ class Engine(Protocol):
 
 
 class CpuEngine(Engine, Protocol):
-    """What only the CPU engine has."""
+    """Functions of the CPU engine alone."""
 
     def decode_state(
         self, *, bits: int, scale: int, values: int, numel: int, block: int, format: int, square: bool
@@ -249,14 +249,14 @@ class CpuEngine(Engine, Protocol):
 
 
 class CudaEngine(Engine, Protocol):
-    """What only the CUDA engine has."""
+    """Functions of the CUDA engine alone."""
 
     @property
     def NORM_SUMS(self) -> int: ...
 
     def load_kernels(self, rule: int, device: int) -> None: ...
     def cuda_versions(self) -> tuple[int, int]:
-        """Of its runtime and of the newest that the driver runs, such as 13000 for 13.0; 0 without a driver."""
+        """Versions of the CUDA runtime, and of the newest that the driver runs: 13000 for 13.0, 0 without a driver."""
 
     def mark_differences(self, rows: list[tuple[int, int, int, int, int]], *, device: int, stream: int) -> None: ...
     def has_products(self, device: int) -> bool: ...

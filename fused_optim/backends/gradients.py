@@ -31,7 +31,7 @@ class NormRequest:
 
 
 def power_sums(tensors: list[Tensor], groups: list[int], request: NormRequest) -> tuple[Tensor, Tensor | None]:
-    """Of each group the sum of ``|x| ** norm_type``, or the largest ``|x|``: float64 of shape (group_count,).
+    """For each group the sum of ``|x| ** norm_type``, or the largest ``|x|``: float64 of shape (group_count,).
 
     The tensors are local and lie on one device. Second, where the engine computed it: the norm over all groups and the
     clipping factor, float32 of shape (2,). The order of the sums depends on the tensors alone: equal inputs give equal

@@ -27,7 +27,7 @@ _BUFFERS = 3  # on their way in, being updated, on their way out
 _ALIGNMENT = 256
 
 
-class Link:
+class HostTransfer:
     """Buffers on one device, and the copies between them and host memory. All plans of an optimizer share it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -143,7 +143,7 @@ def _rounded(size: int) -> int:
 
 
 def _cut(work: ShardWork, most: int) -> list[_Part]:
-    """All elements, in parts whose states take about ``most`` bytes and not more."""
+    """Cuts of a shard into parts whose states take at most ``most`` bytes."""
     layout = work.layout
     per_element = sum(dtype.itemsize for dtype in layout.dtypes().values()) or 1  # there may be nothing to move
     if scaled := sum(layout.format(name).scaled for name in layout.names):
@@ -159,41 +159,47 @@ class OffloadedShards:
     """
 
     def __init__(
-        self, device: torch.device, backend: Backend, groups: list[int], group_count: int, rule: Rule, link: Link
+        self,
+        device: torch.device,
+        backend: Backend,
+        groups: list[int],
+        group_count: int,
+        rule: Rule,
+        link: HostTransfer,
     ) -> None:
         self._device, self._backend, self._rule, self._link = device, backend, rule, link
         self._groups, self._group_count = groups, group_count
         self._whole = shards_on(device, backend, groups, group_count, rule, torch.device("cpu"))
         self.works = self._whole.works
-        self._watched: list[CachedShard] = []
+        self._cached: list[CachedShard] = []
         self._attribute = ""
         self._lasting: dict[int, tuple[StateLayout, int]] = {}  # by shard: its layout and key
         self._known: dict[int, tuple[tuple[int, ...], list[_Part]]] = {}  # by shard: where its states were; its parts
 
-    def refresh(self, watched: list[CachedShard], attribute: str) -> Sequence[int]:
-        self._watched, self._attribute = watched, attribute
-        stale = self._whole.refresh(watched, attribute)
-        return sorted({*stale, *(i for i in self._whole.with_gradients() if not self._is_locked(watched[i]))})
+    def refresh(self, cached: list[CachedShard], attribute: str) -> Sequence[int]:
+        self._cached, self._attribute = cached, attribute
+        stale = self._whole.refresh(cached, attribute)
+        return sorted({*stale, *(i for i in self._whole.with_gradients() if not self._is_locked(cached[i]))})
 
-    def _is_locked(self, watched: CachedShard) -> bool:
+    def _is_locked(self, cached: CachedShard) -> bool:
         """Asked in every step: no other guard sees that the memory of a tensor is not page-locked any more."""
-        states = watched.state0, watched.state1, watched.master
+        states = cached.state0, cached.state1, cached.master
         return all(state is None or can_be_streamed(local_tensor(state), self._device) for state in states)
 
-    def set(self, shard: int, work: ShardWork, watched: CachedShard | None) -> bool:
+    def set(self, shard: int, work: ShardWork, cached: CachedShard | None) -> bool:
         self._lasting[shard] = work.layout, work.key
-        return self._whole.set(shard, work, watched)
+        return self._whole.set(shard, work, cached)
 
-    def let_go(self, shard: int) -> None:
-        self._whole.let_go(shard)
+    def drop_param(self, shard: int) -> None:
+        self._whole.drop_param(shard)
         self._lasting.pop(shard, None)
         self._known.pop(shard, None)
 
     def written(self) -> Sequence[int]:
         return self._whole.written()
 
-    def find_written(self, watched: list[CachedShard]) -> Sequence[int]:
-        return self._whole.find_written(watched)
+    def find_written(self, cached: list[CachedShard]) -> Sequence[int]:
+        return self._whole.find_written(cached)
 
     def sharing(self) -> Sequence[int]:
         return self._whole.sharing()
@@ -204,11 +210,11 @@ class OffloadedShards:
     def with_gradients(self) -> Sequence[int]:
         return self._whole.with_gradients()
 
-    def updated(self, watched: list[CachedShard]) -> list[Tensor]:
-        return self._whole.updated(watched)
+    def updated(self, cached: list[CachedShard]) -> list[Tensor]:
+        return self._whole.updated(cached)
 
-    def mark(self, watched: list[CachedShard]) -> None:
-        self._whole.mark(watched)
+    def mark(self, cached: list[CachedShard]) -> None:
+        self._whole.mark(cached)
         self.works.clear()
 
     def groups_with_gradients(self) -> Sequence[int]:
@@ -229,7 +235,7 @@ class OffloadedShards:
                 shards.run(hypers if is_last else uncounted(hypers), workspace)
 
     def _chunks(self) -> Iterator[tuple[list[tuple[int, ShardWork, _Part]], bool]]:
-        """All parts with their shards, in their order; whether it is the last chunk, which is there in any case.
+        """Chunks of parts with their shards, in order, each with a flag: the last chunk, which exists in any case.
 
         Planned as they are asked for.
         """
@@ -246,10 +252,10 @@ class OffloadedShards:
         yield chunk, True
 
     def _work(self, index: int) -> ShardWork:
-        """What was set for this step; else the tensors that have been found to be as they were."""
+        """The work that was set for this step, or else the unchanged tensors of the last one."""
         if index in self.works:
             return self.works[index]
-        param_ref, *states, master = self._watched[index][:4]
+        param_ref, *states, master = self._cached[index][:4]
         param = param_ref()
         assert param is not None
         layout, key = self._lasting[index]
@@ -263,7 +269,7 @@ class OffloadedShards:
         )
 
     def _parts(self, index: int, work: ShardWork) -> list[_Part]:
-        """Those of the step before, as long as the states are where they were."""
+        """The parts of the last step, unless the states have moved."""
         states = (*work.states, work.master, work.layout.scales)
         places = CHUNK_BYTES, *(0 if state is None else state.data_ptr() for state in states)
         if index not in self._known or self._known[index][0] != places:

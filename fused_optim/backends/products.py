@@ -40,7 +40,7 @@ class Product(NamedTuple):
 
 
 class Products(Protocol):
-    """What Newton-Schulz steps consist of."""
+    """The matrix products of Newton-Schulz steps."""
 
     halves_symmetric: bool  # whether half of the work is done for results that are known to be symmetric
 
@@ -77,7 +77,7 @@ class EngineProducts:
 
 
 def _as_row(product: Product) -> tuple[int | float, ...]:
-    """What the engine is told."""
+    """A row of the engine's table."""
     left, right, result, *factors_and_forms = product
     inner = left.shape[1 if product.left_transposed else 2]
     return (
@@ -132,7 +132,7 @@ def _exact_sums() -> Iterator[None]:
 
 @functools.cache
 def products_on(device: torch.device) -> Products | None:
-    """Those of a GPU; None: of CPUs, whose FP16 is slow."""
+    """The products of a GPU; None for CPUs, whose FP16 is slow."""
     if device.type != "cuda":
         return None
     engine = load_engine("cuda")[0]

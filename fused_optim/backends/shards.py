@@ -18,51 +18,51 @@ from fused_optim.rule import Hyper, Rule
 class Shards(Protocol):
     """The shards of one device from step to step, in one backend.
 
-    A step is ``refresh``, ``set`` for each shard that it returns, ``run``. ``watched``: one per shard. Where gradients
+    A step is ``refresh``, ``set`` for each shard that it returns, ``run``. ``cached``: one per shard. Where gradients
     have a scale, ``run`` writes them: those of ``sharing`` must be set again before, to copies.
     ``works``: what was set for this step, until ``mark`` at the latest.
     """
 
     works: dict[int, ShardWork]
 
-    def refresh(self, watched: list[CachedShard], attribute: str) -> Sequence[int]:
-        """Take this step's gradients; the numbers of the shards that have one and must be set (again)."""
+    def refresh(self, cached: list[CachedShard], attribute: str) -> Sequence[int]:
+        """Read this step's gradients. Returns the numbers of shards that have one and must be set (again)."""
 
-    def set(self, shard: int, work: ShardWork, watched: CachedShard | None) -> bool:
-        """Describe a shard for this step, and with ``watched`` for later ones, as long as nothing else changes.
+    def set(self, shard: int, work: ShardWork, cached: CachedShard | None) -> bool:
+        """Describe a shard for this step, and with ``cached`` for later ones, as long as nothing else changes.
 
-        Whether it is watched.
+        Whether it is cached.
         """
 
-    def let_go(self, shard: int) -> None:
-        """Of what is kept of a shard whose parameter is gone: there will be no other step."""
+    def drop_param(self, shard: int) -> None:
+        """Release all that belongs to a shard whose parameter was freed. No other step follows."""
 
     def written(self) -> Sequence[int]:
-        """Cached shards that ``refresh`` found as they were, but whose parameter, beside a master, was written."""
+        """Cached shards with masters whose parameter was written since the last step, of those with a gradient."""
 
-    def find_written(self, watched: list[CachedShard]) -> Sequence[int]:
-        """The same of all watched shards, with a gradient or without. A write is named once."""
+    def find_written(self, cached: list[CachedShard]) -> Sequence[int]:
+        """All cached shards with masters whose parameter was written since the last call."""
 
     def sharing(self) -> Sequence[int]:
-        """The shards whose gradients have memory in common with another's."""
+        """Numbers of shards whose gradients share memory with another gradient."""
 
     def takes_target(self, layout: StateLayout) -> bool:
-        """Whether a shard with these states may have a target."""
+        """True if the update of a shard with these states can write codes of a quantized weight itself."""
 
     def with_gradients(self) -> Sequence[int]:
         """The numbers of the shards that have a gradient in this step, ascending."""
 
-    def updated(self, watched: list[CachedShard]) -> list[Tensor]:
-        """Their parameters."""
+    def updated(self, cached: list[CachedShard]) -> list[Tensor]:
+        """The parameters that have a gradient in this step."""
 
-    def mark(self, watched: list[CachedShard]) -> None:
-        """After a step: watched parameters are what belongs to their masters."""
+    def mark(self, cached: list[CachedShard]) -> None:
+        """After a step: remember the parameters' version counters as those of their masters."""
 
     def groups_with_gradients(self) -> Sequence[int]:
-        """Their param groups."""
+        """The numbers of param groups that have a gradient in this step."""
 
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
-        """Update them. ``workspace``: memory of a GPU, needed where hyperparameters lie there."""
+        """Update the shards that have a gradient. ``workspace``: GPU memory, if hyperparameters are GPU tensors."""
 
 
 def shards_on(
@@ -89,21 +89,21 @@ class ReferenceShards:
         self._groups = groups
         self.works: dict[int, ShardWork] = {}
 
-    def refresh(self, watched: list[CachedShard], attribute: str) -> Sequence[int]:
+    def refresh(self, cached: list[CachedShard], attribute: str) -> Sequence[int]:
         self.works.clear()
-        return [i for i, shard in enumerate(watched) if getattr(shard.param_ref(), attribute, None) is not None]
+        return [i for i, shard in enumerate(cached) if getattr(shard.param_ref(), attribute, None) is not None]
 
-    def set(self, shard: int, work: ShardWork, watched: CachedShard | None) -> bool:
+    def set(self, shard: int, work: ShardWork, cached: CachedShard | None) -> bool:
         self.works[shard] = work
         return False
 
-    def let_go(self, shard: int) -> None:
+    def drop_param(self, shard: int) -> None:
         self.works.pop(shard, None)
 
     def written(self) -> Sequence[int]:
         return ()
 
-    def find_written(self, watched: list[CachedShard]) -> Sequence[int]:
+    def find_written(self, cached: list[CachedShard]) -> Sequence[int]:
         return ()
 
     def sharing(self) -> Sequence[int]:
@@ -123,10 +123,10 @@ class ReferenceShards:
     def with_gradients(self) -> Sequence[int]:
         return sorted(self.works)
 
-    def updated(self, watched: list[CachedShard]) -> list[Tensor]:
-        return [param for i in self.works if (param := watched[i].param_ref()) is not None]
+    def updated(self, cached: list[CachedShard]) -> list[Tensor]:
+        return [param for i in self.works if (param := cached[i].param_ref()) is not None]
 
-    def mark(self, watched: list[CachedShard]) -> None:
+    def mark(self, cached: list[CachedShard]) -> None:
         self.works.clear()
 
     def groups_with_gradients(self) -> Sequence[int]:

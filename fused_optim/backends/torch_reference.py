@@ -23,7 +23,7 @@ def read(scalar: float | Tensor, fake: float = 1.0) -> float:
 
 
 def derive(hyper: Hyper) -> tuple[Scalars, int | None]:
-    """What the rule's update reads, and what rounding adds in this step; None: it goes to nearest."""
+    """The scalars of the rule's update, and the rounding offset of this step; None: to nearest."""
     step = hyper.step if hyper.steps_done is None else int(read(hyper.steps_done)) + 1
     factor = 1.0 if hyper.grad_factor is None else read(hyper.grad_factor)
     if hyper.grad_scale is not None:

@@ -17,7 +17,7 @@ def bits_float(bits: Tensor) -> Tensor:
     return torch.where(bits >= 2**31, bits - 2**32, bits).int().view(torch.float32)
 
 
-def fused(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
+def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
     """``a * b + c`` of FP32 values, rounded once, which ``addcmul`` and ``lerp`` do not promise.
 
     The product is exact in double precision. The sum is rounded to odd there, which makes the second rounding the only
@@ -40,7 +40,7 @@ def _double(x: Tensor | float) -> Tensor | float:
     return x.double() if isinstance(x, Tensor) else x
 
 
-def normal(x: Tensor) -> Tensor:
+def flush_denormals(x: Tensor) -> Tensor:
     """Values that are not negative, with those below 2^-126 replaced by 0."""
     return torch.where(x < SMALLEST_NORMAL, 0.0, x)
 

@@ -18,7 +18,7 @@ from fused_optim.formats.arithmetic import (
     clamp_top,
     divide,
     float_bits,
-    fused,
+    fma,
     sqrt,
 )
 from fused_optim.formats.elements import float16_magnitude, scaled_bits
@@ -191,7 +191,7 @@ class Int8Codec:
 
     @staticmethod
     def _round(x: Tensor, unit: float, u: Tensor) -> Tensor:
-        return fused(x, 1.0 / unit, 256.0 + (u >> 17).float() * 2.0**-15).long() - 256
+        return fma(x, 1.0 / unit, 256.0 + (u >> 17).float() * 2.0**-15).long() - 256
 
     @classmethod
     def scale_signed(cls, m: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:

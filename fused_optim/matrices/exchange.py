@@ -22,7 +22,7 @@ Orthogonalize = Callable[[Sequence[Matrix], Sequence[Tensor]], Sequence[Tensor]]
 
 
 class Dtypes(NamedTuple):
-    """Of values as they are orthogonalized, and of what is made of them."""
+    """The dtypes of values to be orthogonalized, and of the result."""
 
     given: torch.dtype
     made: torch.dtype
@@ -80,7 +80,7 @@ class MatricesOnMesh:
 
     @property
     def work(self) -> list[int]:
-        """What the products of the matrices of each rank cost; see :attr:`Matrix.cost`."""
+        """The cost of the products of each rank's matrices; see :attr:`Matrix.cost`."""
         return self._by_owner([matrix.cost for matrix in self._owned.matrices])
 
     @property
@@ -90,7 +90,7 @@ class MatricesOnMesh:
 
     @property
     def owned_elements(self) -> list[int]:
-        """Of the matrices of each rank, whole."""
+        """The number of elements of each rank's matrices."""
         return self._by_owner([matrix.numel for matrix in self._owned.matrices])
 
     def _by_owner(self, numbers: Sequence[int]) -> list[int]:
@@ -108,7 +108,7 @@ class MatricesOnMesh:
         return Exchange(self, self._route([i for i in self._params if i in updated]), dtypes)
 
     def _route(self, own: list[int]) -> Route:
-        """As in the step before, mostly."""
+        """The route, which is usually that of the last step."""
         taking_part = self._taking_part(own)
         if self._last is None or self._last[:2] != (own, taking_part):
             matrices = self._owned.matrices
@@ -141,7 +141,7 @@ class MatricesOnMesh:
         return torch.device(self._mesh.device_type, torch.accelerator.current_device_index())
 
     def send(self, source: Tensor, target: Tensor, sent: Message, received: Message) -> Delivery:
-        """All to all. Messages are what ``source`` and ``target`` begin with."""
+        """An all-to-all exchange. Messages lie at the beginning of ``source`` and ``target``."""
         size = source.element_size()
         target_bytes, source_bytes = (
             memory[: message.numel].view(torch.uint8) for memory, message in ((target, received), (source, sent))
@@ -151,7 +151,7 @@ class MatricesOnMesh:
         return Delivery(work, source, target)
 
     def _box(self, matrix: Matrix) -> Box:
-        """What this rank holds of its parameter."""
+        """The box of the parameter that this rank holds."""
         return self._boxes[matrix.param].of_rank[self._rank]
 
     @cached_property
@@ -161,21 +161,21 @@ class MatricesOnMesh:
 
     @cached_property
     def _places(self) -> list[int]:
-        """Of the mesh's ranks in the process group."""
+        """The ranks of the mesh, by their numbers in the process group."""
         if self._mesh is None:
             return [0]
         return [dist.get_group_rank(self._group, rank) for rank in self._ranks]
 
 
 class Delivery(NamedTuple):
-    """What is on its way to this rank. ``source`` is being read."""
+    """Values on their way to this rank. ``source`` must not be written before :meth:`wait`."""
 
     work: dist.Work
     source: Tensor
     target: Tensor
 
     def wait(self) -> Tensor:
-        """What has come; on a GPU, the current stream waits for it, not the host."""
+        """The values that have arrived. On a GPU the current stream waits for them, not the host."""
         self.work.wait()
         return self.target
 

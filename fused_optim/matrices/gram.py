@@ -103,7 +103,7 @@ def _steps(
 def _polynomial(
     gram: Tensor, steps: Sequence[Triple], square: float, free: list[Tensor]
 ) -> Generator[Product, None, Tensor]:
-    """What the steps multiply matrices by, whose Gram matrices, times ``square``, are ``gram``.
+    """The polynomial by which the steps multiply matrices whose Gram matrices, times ``square``, are ``gram``.
 
     ``free``: memory for it, and for two more. ``gram`` is overwritten.
     """

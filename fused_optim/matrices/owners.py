@@ -94,7 +94,7 @@ def matrices_of(param: int, shape: Sequence[int], splits: Sequence[int] = ()) ->
 
 
 def piece_of(matrix: Matrix, box: Box) -> Piece | None:
-    """What of a matrix lies in a box; None: nothing."""
+    """The piece of a matrix that lies in a box, or None."""
     first, last = box.experts
     if not first <= matrix.expert < last:
         return None
@@ -182,7 +182,7 @@ class _Idlest:
         self._numel = 0
 
     def take(self, numel: int) -> int:
-        """Of the ranks that have room for so many values, or have none; of all, if none has: who has fewest."""
+        """The rank with the fewest values among those with room for ``size`` more or without any; else among all."""
         heap = self._heap
         if numel < self._numel:
             while self._full:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fused_optim.backends.tables import Rule as RuleNumber
-from fused_optim.formats.arithmetic import fused
+from fused_optim.formats.arithmetic import fma
 from fused_optim.formats.states import Kind
 from fused_optim.rule import Hyper, LinearScalars, OneRule, StateSpec, Update
 
@@ -40,8 +40,8 @@ class MomentumPass(_Pass):
 
         def update(grad: Tensor, param: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
             grad = grad * s.grad_factor
-            momentum = fused(states[0], s.beta1, s.one_minus_beta1 * grad)
-            return fused(momentum, s.beta2, s.one_minus_beta2 * grad), [momentum]
+            momentum = fma(states[0], s.beta1, s.one_minus_beta1 * grad)
+            return fma(momentum, s.beta2, s.one_minus_beta2 * grad), [momentum]
 
         return update
 
@@ -58,7 +58,7 @@ class DescentPass(_Pass):
         s = scalars
 
         def update(grad: Tensor, param: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-            return fused(grad * s.grad_factor, -s.step_size, param * s.decay), []
+            return fma(grad * s.grad_factor, -s.step_size, param * s.decay), []
 
         return update
 

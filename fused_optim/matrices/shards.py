@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from fused_optim.backends import Backend, Compiled, ShardWork, is_capturing, uncounted
 from fused_optim.backends.compiled import CompiledShards
 from fused_optim.backends.engine import CachedShard
-from fused_optim.backends.offloaded import Link, OffloadedShards
+from fused_optim.backends.offloaded import HostTransfer, OffloadedShards
 from fused_optim.backends.shards import ReferenceShards, Shards, shards_on
 from fused_optim.formats.masters import Master
 from fused_optim.matrices.exchange import Dtypes, Exchange, MatricesOnMesh
@@ -34,7 +34,7 @@ Bucket = tuple[list[int], list[OnMesh]]
 
 
 class Kind(NamedTuple):
-    """What of a parameter's orthogonalization decides which matrices there are, and how they are sent."""
+    """The settings of a parameter's orthogonalization that decide its matrices and their exchange."""
 
     splits: tuple[int, ...]
     dtypes: Dtypes
@@ -57,7 +57,7 @@ class _Passes(Protocol):
 
     @property
     def kept(self) -> Shards:
-        """What refreshes and sets them."""
+        """The shards that refresh and set them."""
 
     def run(self, rule: Rule, values: Mapping[int, Tensor], hypers: list[Hyper], workspace: Tensor | None) -> None:
         """``values``: flat, by shard, ascending: what :data:`MOMENTUM` writes, or what :data:`DESCENT` reads."""
@@ -77,7 +77,7 @@ class _DescribedPasses:
     """In the reference, or of states in host memory. Shards are described anew at every step: that takes far longer."""
 
     def __init__(
-        self, device: torch.device, backend: Backend, groups: list[int], group_count: int, link: Link | None
+        self, device: torch.device, backend: Backend, groups: list[int], group_count: int, link: HostTransfer | None
     ) -> None:
         self.kept = ReferenceShards(groups)
         self._device, self._backend, self._groups, self._group_count = device, backend, groups, group_count
@@ -109,7 +109,7 @@ class MatrixShards:
         groups: list[int],
         group_count: int,
         params: list[Tensor],
-        link: Link | None = None,
+        link: HostTransfer | None = None,
     ) -> None:
         self._groups, self._params = groups, list(map(reference_to, params))
         self._passes: _Passes
@@ -125,20 +125,20 @@ class MatrixShards:
         self._kinds: list[Kind] = []
         self._buckets: list[Bucket] = []
 
-    def refresh(self, watched: list[CachedShard], attribute: str) -> Sequence[int]:
-        return self._kept.refresh(watched, attribute)
+    def refresh(self, cached: list[CachedShard], attribute: str) -> Sequence[int]:
+        return self._kept.refresh(cached, attribute)
 
-    def set(self, shard: int, work: ShardWork, watched: CachedShard | None) -> bool:
-        return self._kept.set(shard, work, watched)
+    def set(self, shard: int, work: ShardWork, cached: CachedShard | None) -> bool:
+        return self._kept.set(shard, work, cached)
 
-    def let_go(self, shard: int) -> None:
-        self._kept.let_go(shard)
+    def drop_param(self, shard: int) -> None:
+        self._kept.drop_param(shard)
 
     def written(self) -> Sequence[int]:
         return self._kept.written()
 
-    def find_written(self, watched: list[CachedShard]) -> Sequence[int]:
-        return self._kept.find_written(watched)
+    def find_written(self, cached: list[CachedShard]) -> Sequence[int]:
+        return self._kept.find_written(cached)
 
     def sharing(self) -> Sequence[int]:
         return self._kept.sharing()
@@ -149,11 +149,11 @@ class MatrixShards:
     def with_gradients(self) -> Sequence[int]:
         return self._kept.with_gradients()
 
-    def updated(self, watched: list[CachedShard]) -> list[Tensor]:
-        return self._kept.updated(watched)
+    def updated(self, cached: list[CachedShard]) -> list[Tensor]:
+        return self._kept.updated(cached)
 
-    def mark(self, watched: list[CachedShard]) -> None:
-        self._kept.mark(watched)
+    def mark(self, cached: list[CachedShard]) -> None:
+        self._kept.mark(cached)
         self.works.clear()  # not before: the reference knows by them which shards had a gradient
 
     def groups_with_gradients(self) -> Sequence[int]:
@@ -253,7 +253,7 @@ def _cut_on_one(mesh: DeviceMesh | None, params: Mapping[int, Tensor]) -> list[d
 
 
 def _is_here(param: Tensor) -> bool:
-    """Not on a mesh of other ranks, which have all of it."""
+    """False for a parameter on a mesh of other ranks."""
     return not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is not None
 
 

@@ -15,7 +15,7 @@ Value = TypeVar("Value")
 Default = TypeVar("Default")
 
 
-class Held(tuple[Tensor]):
+class StrongRef(tuple[Tensor]):
     """Called as a weak reference is, it gives a parameter that it keeps. The engines know both."""
 
     __slots__ = ()
@@ -24,7 +24,7 @@ class Held(tuple[Tensor]):
         return self[0]
 
 
-Reference: TypeAlias = "weakref.ref[Tensor] | Held"
+Reference: TypeAlias = "weakref.ref[Tensor] | StrongRef"
 
 
 def reference_to(param: Tensor, when_gone: Callable[[Any], object] | None = None) -> Reference:
@@ -35,7 +35,7 @@ def reference_to(param: Tensor, when_gone: Callable[[Any], object] | None = None
     what has weak references. These parameters are kept, until the next step finds others.
     """
     if is_traceable_wrapper_subclass(param) or torch.__future__.get_swap_module_params_on_conversion():
-        return Held((param,))
+        return StrongRef((param,))
     return weakref.ref(param, when_gone)
 
 

@@ -51,7 +51,7 @@ _lock = threading.Lock()
 _under_way: tuple[Copy, ...] = ()
 
 
-def announce(copy: Copy) -> None:
+def register_save(copy: Copy) -> None:
     """From now on others wait for it."""
     global _under_way
     with _lock:

@@ -175,7 +175,7 @@ def _lock(whole: Tensor) -> None:
 
 
 def _forget_error() -> None:
-    """What the runtime keeps as its last error, torch would raise where it launches a kernel next, of whomever.
+    """Clear the CUDA runtime's last error, which torch would raise at its next kernel launch.
 
     Nothing of torch's reads it but such a launch.
     """

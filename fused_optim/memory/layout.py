@@ -22,7 +22,7 @@ STEP = "step"  # of a param group; of each parameter where states are as torch.o
 
 
 class Versions(NamedTuple):
-    """What changes when someone writes a parameter, but not through ``.data``: version counters, or its memory.
+    """Version counters and memory of a parameter, which change with every write but those through ``.data``.
 
     A weak reference tells memory from other memory that has its address by now.
     """
@@ -34,7 +34,7 @@ class Versions(NamedTuple):
 
     @staticmethod
     def of(param: Tensor) -> Versions:
-        """As they are now. The optimizer's own steps count for the parameter, too."""
+        """The versions now. The optimizer's own steps change them, too."""
         with torch._C.DisableTorchFunctionSubclass():
             local = local_tensor(param)
             counters = [0 if tensor.is_inference() else tensor._version for tensor in (param, local)]
@@ -117,11 +117,11 @@ class StateLayout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the states that there may be: the rule's, and the master."""
+        """Names of all states that a parameter may have: the rule's, and the master."""
         return (*(spec.name for spec in self.specs), MASTER)
 
     def format(self, state: str) -> StateFormat:
-        """Of masters, only FP16 ones have one of these; it is FLOAT32 for all others."""
+        """The format of a state; of masters FLOAT16 for FP16 ones, FLOAT32 for all others."""
         if state == MASTER:
             return FLOAT16 if self.master is Master.FLOAT16 else FLOAT32
         for spec, fmt in zip(self.specs, self.formats, strict=True):  # no generator: saves ask for each state

@@ -19,6 +19,6 @@ def mark_replaced(params: Iterable[Tensor], by: str) -> None:
 
 
 def replaced_by(param: Tensor) -> str | None:
-    """What has replaced a parameter; None: nothing that is known of."""
+    """The parameter that has replaced this one, or None."""
     found: str | None = getattr(param, _BY, None)
     return found

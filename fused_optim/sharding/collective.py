@@ -100,7 +100,7 @@ def distinct(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def digest_of(value: object) -> int:
-    """Of its repr: positive, and small enough for an int64 with a sign."""
+    """A hash of the value's repr: positive, within int64."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7])
 
 
@@ -135,7 +135,7 @@ def some_ranks(ranks: Sequence[int]) -> str:
 
 
 def _largest(numbers: list[int], group: dist.ProcessGroup | None) -> list[int]:
-    """Of each, over the ranks."""
+    """The maximum of each number over the ranks."""
     if not dist.is_initialized():
         return numbers
     device = distributed_c10d._get_object_coll_device(group)
@@ -223,7 +223,7 @@ def failing_together(params: Collection[Tensor], elsewhere: str) -> Iterator[Non
 
 
 def meshes_of(params: Iterable[Tensor]) -> list[DeviceMesh]:
-    """Those of the DTensors, each once, in one order on all ranks.
+    """The meshes of all DTensors, each once, in the same order on all ranks.
 
     Not those of other ranks alone, whose collectives are none of ours.
     """
@@ -241,7 +241,7 @@ def by_mesh(params: Mapping[int, Tensor]) -> list[tuple[DeviceMesh | None, dict[
 
 
 def mesh_order(mesh: DeviceMesh | None) -> tuple[tuple[str, ...], list[int]]:
-    """What meshes are sorted by: ranks meet in one order, whichever they have their parameters in.
+    """The sort key of meshes: the same order on all ranks, whatever their parameters' order.
 
     By names first, so that all ranks are at the same dim of a larger mesh. None, of plain tensors, comes first.
     """
@@ -249,7 +249,7 @@ def mesh_order(mesh: DeviceMesh | None) -> tuple[tuple[str, ...], list[int]]:
 
 
 def largest_on(mesh: DeviceMesh, numbers: list[int], limit: timedelta | None = None) -> list[int]:
-    """Of each number, over the ranks of a mesh: a collective.
+    """The maximum of each number over the ranks of a mesh; a collective.
 
     ``limit``: raise RuntimeError where the others do not take part within that time. The process groups are of no use
     then.

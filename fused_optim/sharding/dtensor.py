@@ -44,7 +44,7 @@ _MARKED = {
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds: a plain tensor or, of quantized parameters, a quantized one. No copy."""
+    """The local tensor of this rank, without a copy: a plain tensor, or a quantized one of a quantized parameter."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     kind = type(local)
     if kind is Tensor or kind is torch.nn.Parameter:  # usually: this is called most of all
@@ -242,20 +242,20 @@ class Geometry:
         return -(-self.numel // self.block) if self.block else 0
 
     def global_indices(self, device: torch.device) -> Tensor:
-        """Of all local elements: int64."""
+        """Global indices of all local elements (int64)."""
         return self.global_of(torch.arange(self.numel, device=device))
 
     def global_of(self, i: Tensor) -> Tensor:
-        """Of some local elements: int64."""
+        """Global indices of these local elements (int64)."""
         return self.offset + i // self.inner_local * self.inner_global + i % self.inner_local
 
     def of_rows(self, start: int, numel: int) -> Geometry:
-        """That of ``numel`` elements from local element ``start``, where a row begins."""
+        """The geometry of ``numel`` elements from local element ``start``, the first of a row."""
         offset = self.offset + start // self.inner_local * self.inner_global + start % self.inner_local
         return replace(self, numel=numel, offset=offset)
 
     def part(self, start: int, end: int) -> Geometry:
-        """That of the elements from ``start`` to ``end``, which are two neighbours of :meth:`cuts`."""
+        """The geometry of elements ``start`` to ``end``, two neighbours in :meth:`cuts`."""
         part = self.of_rows(start, end - start)
         inside_a_row = start % self.inner_local + part.numel <= self.inner_local
         return replace(part, inner_local=part.numel, inner_global=part.numel) if inside_a_row else part
@@ -279,7 +279,7 @@ class Geometry:
 
 
 def _even_part(length: int, most: int, unit: int) -> int:
-    """Of the fewest parts of up to ``most``, or one ``unit``: the size in whole units that makes them alike."""
+    """The size, in whole units, of the fewest equal parts of up to ``most`` elements (at least one ``unit``)."""
     parts = -(-length // (max(most // unit, 1) * unit))
     return -(-length // (parts * unit)) * unit
 

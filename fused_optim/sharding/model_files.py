@@ -23,7 +23,7 @@ INDEX, SINGLE = f"{STEM}{INDEX_SUFFIX}", f"{STEM}{SUFFIX}"
 
 @dataclass(frozen=True)
 class Entry:
-    """What goes into a file together: bytes by key, and the whole tensors.
+    """Tensors that go into one file: their bytes by key, and the whole tensors.
 
     ``read``: a collective of the ranks that have the entry.
     """
@@ -33,7 +33,7 @@ class Entry:
 
     @classmethod
     def like(cls, tensors: Mapping[str, Tensor], read: Callable[[], Mapping[str, Tensor]]) -> Entry:
-        """Of the sizes of ``tensors``, which may be without memory."""
+        """An entry of the sizes of ``tensors``, which may lack memory."""
         return cls({key: tensor.nbytes for key, tensor in tensors.items()}, read)
 
 
@@ -107,7 +107,7 @@ def read_index(index: Path) -> dict[str, Path]:
 
 
 def safetensors_writer(doing: str, extra: str = "safetensors") -> Callable[..., None]:
-    """What writes ``(tensors, file, **metadata)``, by safetensors.
+    """The function of safetensors that writes ``(tensors, file, **metadata)``.
 
     Raises ImportError where that is missing, or numpy, which it writes with.
     """

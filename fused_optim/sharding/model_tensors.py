@@ -55,7 +55,7 @@ def parameter_holders(model: nn.Module) -> dict[Tensor, list[Holder]]:
 
 @dataclass(frozen=True)
 class FileTensors:
-    """What a tensor of a model becomes in files, or several together.
+    """The tensors in files that one or several tensors of a model become.
 
     ``names``: in the model. ``convert``: values by our names to values by theirs; with ``are_views``, views of them.
     """
@@ -91,7 +91,7 @@ class FileTensors:
         return {name: value.squeeze(-1) for name, value in found.items()}
 
     def empty(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """What files have of tensors of the model, without memory; in another dtype, where one is given."""
+        """The tensors in files without memory, in ``dtype`` if given."""
         meta = {name: torch.empty(x.shape, dtype=dtype or x.dtype, device="meta") for name, x in tensors.items()}
         return self.convert(meta)
 
@@ -100,7 +100,7 @@ class FileTensors:
 
 
 def file_tensors(model: nn.Module, shapes: Shapes, experts: Collection[str] = ()) -> list[FileTensors]:
-    """What tensors of a model become in files, by their first names: as transformers has it for its own models.
+    """The tensors in files by the names of the model's tensors, as transformers writes its own models.
 
     ``experts``: names of tensors with an expert per entry of dim 0, which become one tensor per expert if transformers
     does not know them.
@@ -180,7 +180,7 @@ def _transformers_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 class _Reverting:
-    """What transformers makes of a model's state dict before it writes it."""
+    """The conversion that transformers applies to a model's state dict before it writes it."""
 
     def __init__(self, prefix: str, root: Any) -> None:
         self.prefix, self.root = prefix, root

@@ -54,7 +54,7 @@ def take_foreign(states: ParamState, names: Sequence[str], who: str) -> None:
 
 
 def decoded(param: Tensor, layout: StateLayout, given: Mapping[str, Any], who: str) -> dict[str, Any]:
-    """What was given, with what is in native form as it is loaded. Raises KeyError, TypeError or ValueError."""
+    """The given states, with native forms decoded as in a load. Raises KeyError, TypeError or ValueError."""
     return {name: _decoded(param, layout, name, value, who) for name, value in given.items()}
 
 

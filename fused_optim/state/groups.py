@@ -21,12 +21,12 @@ RULE, ADAM = "fused_optim_rule", RuleNumber.ADAM.name.lower()
 
 
 def rule_name(rule: Rule | Rules) -> str:
-    """What checkpoints call an update rule: "adam", "lion"."""
+    """The name of an update rule in checkpoints: "adam", "lion"."""
     return RuleNumber(rule.code).name.lower()
 
 
 def description(rule: Rule) -> dict[str, Any]:
-    """What a running param group has of ``DESCRIPTION``, and its update rule.
+    """The keys of ``DESCRIPTION`` in a running param group, and its update rule.
 
     But for Adam, once the only one: ``dcp.load`` asks older checkpoints for every key of a running param group.
     """
@@ -56,7 +56,7 @@ def check_rule(rule: Rule, saved_groups: Iterable[Mapping[str, Any]], what: str)
 
 
 class Owner(Protocol):
-    """What the state of an optimizer asks of it."""
+    """The parts of an optimizer that its state needs."""
 
     param_groups: list[dict[str, Any]]
     defaults: dict[str, Any]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.backends.compiled import SameTensors
-from fused_optim.backends.offloaded import Link
+from fused_optim.backends.offloaded import HostTransfer
 from fused_optim.sharding.dtensor import has_values, local_tensor
 from fused_optim.state.groups import Owner
 
@@ -21,11 +21,11 @@ def may_be_offloaded(param: Tensor) -> bool:
 
 
 class Offloading:
-    """Of one optimizer, by its ``offload_states`` and ``offload_fraction``."""
+    """The offloaded states of one optimizer, by ``offload_states`` and ``offload_fraction``."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
-        self._links: dict[torch.device, Link] = {}
+        self._links: dict[torch.device, HostTransfer] = {}
         self._chosen: tuple[SameTensors, set[int]] | None = None  # of these parameters, those to be offloaded
 
     @property
@@ -57,13 +57,13 @@ class Offloading:
         groups = [group for group in owner.param_groups if owner.rule.for_group(group).whole_matrices]
         return {param for group in groups for param in group["params"]}
 
-    def choose_again(self) -> None:
+    def invalidate_choice(self) -> None:
         """Where others may be frozen by now, or have states."""
         self._chosen = None
 
-    def link(self, device: torch.device) -> Link:
-        """What moves states in host memory to a device and back."""
-        return self._links.get(device) or self._links.setdefault(device, Link(device))
+    def link(self, device: torch.device) -> HostTransfer:
+        """The transfer of states in host memory to a device and back."""
+        return self._links.get(device) or self._links.setdefault(device, HostTransfer(device))
 
     def synchronize(self) -> None:
         """Wait until states in host memory are there."""
@@ -72,7 +72,7 @@ class Offloading:
 
 
 def _choose(sizes: Mapping[int, int], fraction: float) -> set[int]:
-    """Those with this share of the elements, spread evenly over all; ``sizes``: by ``id()`` of a parameter."""
+    """Parameters with this share of all elements, spread evenly; ``sizes``: by ``id()`` of a parameter."""
     chosen, total, offloaded = set(), 0, 0
     for param, size in sizes.items():
         total += size

@@ -38,7 +38,7 @@ def master_kind(param: Tensor, master_weights: bool, remainder_bits: int | None,
 
 
 def offloadable(param: Tensor, specs: Sequence[StateSpec], master: Master) -> tuple[str, ...]:
-    """Those states: masters of quantized weights stay, from which these are encoded, and so do FP16 masters' scales."""
+    """States that may lie in host memory: no masters of quantized weights, nor states beside FP16 masters of these."""
     own = tuple(spec.name for spec in specs)
     if adapter_of(param) is None:
         return (*own, MASTER)
@@ -146,7 +146,7 @@ class ParamState:
         return state if is_there else rewrap_like(host_copy(local), self.param)
 
     def place_states(self, offloaded: bool) -> None:
-        """Of states that were copied or unpickled: go into page-locked memory again, or beside the parameter."""
+        """Move states that were copied or unpickled into page-locked memory again, or to the parameter's device."""
         layout, own = self.layout, [name for name in self.layout.names if name in self.tensors]
         device = local_tensor(self.param).device
         for name in own:
@@ -203,7 +203,7 @@ class ParamState:
         return stored.bits if stored.bits.dtype == torch.float32 else stored.read(device)
 
     def converted(self, layout: StateLayout) -> ParamState:
-        """The same values in other formats; what has its format already, and the master, bit for bit."""
+        """The same values in other formats. States in their format already, and the master, keep their bits."""
         like, tensors = local_tensor(self.param), dict(self.tensors)
         for spec, fmt in zip(layout.specs, layout.formats, strict=True):
             zeros = state_zeros(self.param, like.shape, fmt.dtype(spec.kind), spec.name in layout.offloaded)
@@ -278,7 +278,7 @@ class ParamState:
             self.write_master(loaded.master(self.param))
 
     def hold_remainder(self, loaded: LoadedRemainder) -> LoadedRemainder:
-        """What is to be written once the parameter is there; its memory is nobody else's."""
+        """Keep a remainder to be written once the parameter is there. Its memory is not shared."""
         low = loaded.bits(local_tensor(self.param).shape).clone()
         return replace(loaded, low=low, checks=None if loaded.checks is None else loaded.checks.clone())
 

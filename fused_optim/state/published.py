@@ -65,7 +65,7 @@ def _place(param: Tensor, part: str) -> Place:
 
 
 def _is_first_replica(param: Tensor) -> bool:
-    """Of the ranks that hold the same shard of a DTensor."""
+    """True on the first of the ranks that hold the same shard of a DTensor."""
     if not isinstance(param, DTensor):
         return True
     at = param.device_mesh.get_coordinate()

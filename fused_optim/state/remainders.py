@@ -46,7 +46,7 @@ class LoadedRemainder:
     who: str = field(repr=False)
 
     def checks_of(self, param: Tensor) -> Tensor | None:
-        """What ``checks`` are where ``param`` has the high bits, beside it; None where nothing tells.
+        """The checks of ``param`` as high bits, on its device; None without ``checks``.
 
         A collective where the parameter is not cut by rows.
         """
@@ -77,7 +77,7 @@ class LoadedRemainder:
 
 
 def misfits(loaded: Iterable[tuple[Tensor, LoadedRemainder]]) -> list[LoadedRemainder]:
-    """Those that are not of their parameters, as far as can be told."""
+    """Remainders that cannot belong to their parameters."""
     # Every comparison waits for its GPU: not before all that takes long is queued.
     found = [(remainder, remainder.checks_of(param)) for param, remainder in loaded]
     return [remainder for remainder, checks in found if checks is not None and not remainder.has_checks(checks)]

@@ -70,7 +70,7 @@ class Snapshot:
         self._kept = ByParameter(self._kept.of(params))
 
     def mark(self, param: Tensor) -> None:
-        """All of its elements count as changed."""
+        """Mark all elements of a parameter as changed."""
         for kept in self._kept.get(param, {}).values():
             set_all(kept.bits, kept.copy.numel())
 

@@ -216,7 +216,7 @@ def load(store: StateStore, checked: Checked) -> None:
 
 
 def passed_through(hooks: Iterable[Callable[..., Any]], optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """What hooks before a load make of a state dict, which stays as it is. As torch.optim's loader does."""
+    """A copy of the state dict after hooks that run before a load, as in torch.optim's loader."""
     state_dict = state_dict.copy()
     for hook in hooks:
         replaced = hook(optimizer, state_dict)
@@ -410,7 +410,7 @@ def read_state(param: Tensor, kind: Kind, saved: Any) -> Stored | Tensor:
 
 
 def _others(param: Tensor, saved: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """What users keep beside the states: copies of tensors beside the parameter, other objects themselves."""
+    """Users' own entries: copies of tensors on the parameter's device, other objects themselves."""
     others = {name: value for name, value in saved.items() if name not in (*names, STEP)}
     return _copied(others, local_tensor(param).device)
 

@@ -80,7 +80,7 @@ class StateStore:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Of the states that there may be: the rule's, and the master."""
+        """Names of all states that parameters may have: the rule's, and the master."""
         return (*(spec.name for spec in self._owner.rule.states), MASTER)
 
     @property
@@ -130,7 +130,7 @@ class StateStore:
         raise KeyError(f"the optimizer does not hold this parameter of shape {tuple(param.shape)}")
 
     def __contains__(self, param: Tensor) -> bool:
-        """Not where others have removed all states: these start anew."""
+        """False for a parameter whose states were all removed: they start anew."""
         return param in self.layouts and self._has_any(param)
 
     def __iter__(self) -> Iterator[ParamState]:
@@ -167,7 +167,7 @@ class StateStore:
         return grad
 
     def gradients(self) -> list[Tensor | None]:
-        """Of all parameters, in the order of the param groups."""
+        """Gradients of all parameters, in the order of the param groups."""
         return list(map(self.gradient, self.params))
 
     def has_gradient(self, param: Tensor) -> bool:
@@ -201,7 +201,7 @@ class StateStore:
             if is_asked and candidate not in self:
                 check_param(candidate, index, name)
         if param is None:
-            self.offloading.choose_again()
+            self.offloading.invalidate_choice()
         for group in self.groups:
             for candidate in group["params"]:
                 if (param is not None and candidate is not param) or candidate in self:
@@ -288,7 +288,7 @@ class StateStore:
             kept = {param: layout for param, layout in known.items() if self._has_any(param)}
             if len(kept) < len(self.layouts):
                 self.layouts = ByParameter(kept)
-            self.offloading.choose_again()
+            self.offloading.invalidate_choice()
         if self.snapshot is not None:
             self.snapshot.keep(self.params)
 
@@ -351,7 +351,7 @@ class StateStore:
         self._owner.state.update(users)
 
     def take_copies(self) -> None:
-        """Of states that were copied or unpickled: put those that were offloaded into page-locked memory again.
+        """Move offloaded states that were copied or unpickled into page-locked memory again.
 
         Their masters had followed the parameters before; so the new parameters are no written ones.
         """

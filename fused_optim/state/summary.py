@@ -284,7 +284,7 @@ def _short(value: Any) -> str:
 
 
 def choices_without_effect(store: StateStore, ignored: Mapping[int, Sequence[str]]) -> list[str]:
-    """What was asked for and no parameter has, with what to do. Of states that were created.
+    """Options that no parameter follows, each with a remedy. States must exist.
 
     ``ignored``: options of the whole optimizer that param groups were given, by their numbers.
     """

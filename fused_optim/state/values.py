@@ -130,7 +130,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class RowChecks:
-    """What tells whether a BF16 parameter is the one that remainders were split from; see ``remainders.row_checks``."""
+    """Sums by which a BF16 parameter is recognized as the high half of remainders; see ``remainders.row_checks``."""
 
     param: Tensor
 
@@ -158,7 +158,7 @@ def _names(kind: Any) -> tuple[str, ...]:
 
 
 def with_parts(values: Values, replaced: dict[str, Tensor]) -> Values:
-    """The same of other tensors, by the names of :func:`parts`."""
+    """A copy with other tensors, by the names of :func:`parts`."""
     made: Values = replace(values, **replaced)  # type: ignore[type-var]
     return made
 

@@ -2,8 +2,8 @@
 
 A gradient that is placed otherwise than its parameter, partial sums for one, is brought to its parameter's placements,
 and whole matrices are put together of all ranks' gradients. Each rank begins these collectives because of the gradients
-that it has, and of what it was built with: options, param groups, the order of parameters (``facts.py``). Where another
-one has others, both would wait for ever. Usually ranks have them alike, and then nothing is asked:
+that it has, and of its options, param groups and order of parameters (``signature.py``). Where another rank
+has others, both would wait for ever. Usually ranks have them alike, and then nothing is asked:
 
 * Before the first step, or the first clipping, all ranks tell each other what they are going to send.
 * Where a mesh has had gradients out of place, its ranks do so again each time; before each step, too, where some rank
@@ -38,7 +38,7 @@ from fused_optim.sharding.collective import (
 )
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.state.store import StateStore
-from fused_optim.step.facts import Entry, Facts, facts_of, is_trained
+from fused_optim.step.signature import CollectiveSignature, Entry, is_trained, signature_of
 
 # Just before NCCL gives up by default: ranks may be minutes apart, after an evaluation on one of them.
 LIMIT = timedelta(minutes=9)
@@ -62,7 +62,7 @@ class Misplaced(NamedTuple):
 
 
 @dataclass
-class Own:
+class CollectivesOfRank:
     """What this rank is going to send: its misplaced gradients, by mesh.
 
     ``gradients``: of the parameters that are whole matrices, whether they have one; None: no elements of it either.
@@ -73,7 +73,7 @@ class Own:
     misplaced: dict[DeviceMesh, list[Misplaced]] = field(default_factory=dict)
     gradients: dict[DeviceMesh, list[bool | None]] = field(default_factory=dict)
     with_empty: set[DeviceMesh] = field(default_factory=set)
-    facts: Mapping[DeviceMesh, Facts] = field(default_factory=dict)
+    facts: Mapping[DeviceMesh, CollectiveSignature] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -81,8 +81,8 @@ class Own:
         params: Sequence[Tensor],
         grads: Sequence[Tensor | None],
         names: Sequence[str | None] | None = None,
-        facts: Mapping[DeviceMesh, Facts] | None = None,
-    ) -> Own:
+        facts: Mapping[DeviceMesh, CollectiveSignature] | None = None,
+    ) -> CollectivesOfRank:
         """Of some parameters' gradients, where no matrices are put together."""
         own = cls(facts=facts or {})
         for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
@@ -91,9 +91,9 @@ class Own:
         return own
 
     @classmethod
-    def of_all(cls, store: StateStore, every: bool = False) -> Own:
-        """Of all of an optimizer's gradients. ``every``: see :func:`fused_optim.step.facts.facts_of`."""
-        own = cls.of(store.params, store.gradients(), store.names, facts_of(store, every=every))
+    def of_all(cls, store: StateStore, every: bool = False) -> CollectivesOfRank:
+        """Of all of an optimizer's gradients. ``every``: see :func:`fused_optim.step.signature.signature_of`."""
+        own = cls.of(store.params, store.gradients(), store.names, signature_of(store, every=every))
         own.add_matrices(store)
         return own
 
@@ -125,27 +125,27 @@ class Agreement:
         self._params = params  # asked only where there is something to say
         self._is_first = is_first
         self._with_misplaced: set[DeviceMesh] = set()
-        self._with_empty: set[DeviceMesh] = set()  # on some rank, as in `Own`
+        self._with_empty: set[DeviceMesh] = set()  # on some rank, as in `CollectivesOfRank`
         self._gradients: dict[DeviceMesh, list[bool | None]] = {}
-        self._facts: Mapping[DeviceMesh, Facts] = {}
+        self._facts: Mapping[DeviceMesh, CollectiveSignature] = {}
         self._is_open = False
 
     @property
     def is_first(self) -> bool:
         return self._is_first
 
-    def open(self) -> None:
+    def begin(self) -> None:
         """A step has begun, in which others may ask this rank."""
         self._is_open = True
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """This rank refuses the step before it has answered: let those who ask it raise."""
         if self._is_open and not is_capturing():
             self._is_open = False
             for mesh in self._with_misplaced | self._with_empty:
                 announce_on(mesh, _FAILED)
 
-    def reach(self, own: Own, is_first: bool = False) -> None:
+    def check_alike(self, own: CollectivesOfRank, is_first: bool = False) -> None:
         """Raises RuntimeError where ranks would send different things, on all ranks that were asked.
 
         A collective over the meshes that the module's text names; nothing in a CUDA graph, before which all was said.
@@ -175,18 +175,18 @@ class Agreement:
             raise RuntimeError(error)
         self._facts = own.facts or self._facts
 
-    def _must_ask_for_matrices(self, own: Own) -> bool:
+    def _must_ask_for_matrices(self, own: CollectivesOfRank) -> bool:
         return any(mesh in self._with_empty or self._has_other_matrices(mesh, own) for mesh in own.gradients)
 
-    def _has_other_matrices(self, mesh: DeviceMesh, own: Own) -> bool:
+    def _has_other_matrices(self, mesh: DeviceMesh, own: CollectivesOfRank) -> bool:
         return mesh in own.gradients and own.gradients[mesh] != self._gradients.get(mesh)
 
-    def _has_other_facts(self, mesh: DeviceMesh, own: Own) -> bool:
+    def _has_other_facts(self, mesh: DeviceMesh, own: CollectivesOfRank) -> bool:
         if mesh not in own.facts:
             return False
-        return mesh not in self._facts or own.facts[mesh].deciding != self._facts[mesh].deciding
+        return mesh not in self._facts or own.facts[mesh].always != self._facts[mesh].always
 
-    def _ask(self, mesh: DeviceMesh, own: Own, limit: timedelta | None, has_failed: bool) -> str | None:
+    def _ask(self, mesh: DeviceMesh, own: CollectivesOfRank, limit: timedelta | None, has_failed: bool) -> str | None:
         """What is wrong."""
         misplaced = own.misplaced.get(mesh, [])
         texts = [each.text for each in misplaced]
@@ -235,7 +235,7 @@ def agree_on_params(store: StateStore) -> None:
     """
     concerned = [param for param in store.params if needs_collective(param)]
     if concerned:
-        Agreement(lambda: concerned).reach(Own(facts=facts_of(store)))
+        Agreement(lambda: concerned).check_alike(CollectivesOfRank(facts=signature_of(store)))
 
 
 def _different(texts: Sequence[str]) -> str:
@@ -245,7 +245,7 @@ def _different(texts: Sequence[str]) -> str:
     )
 
 
-def _otherwise_planned(mesh: DeviceMesh, facts: Facts | None, is_first: bool) -> str:
+def _otherwise_planned(mesh: DeviceMesh, facts: CollectiveSignature | None, is_first: bool) -> str:
     """What is different: a collective over the mesh, whose ranks have found out that something is."""
     entries: Sequence[Entry] = () if facts is None else facts.entries
     (count,) = largest_on(mesh, [len(entries)])

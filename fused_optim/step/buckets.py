@@ -33,11 +33,11 @@ from fused_optim.rule import Hyper
 from fused_optim.sharding.dtensor import local_tensor, sharding_dims
 from fused_optim.state.groups import Group
 from fused_optim.state.store import StateStore
-from fused_optim.step.agreement import Agreement, Own, is_misplaced
+from fused_optim.step.agreement import Agreement, CollectivesOfRank, is_misplaced
 from fused_optim.step.amp import gradients_are_scaled
-from fused_optim.step.facts import facts_of
-from fused_optim.step.plan import Basis, Plan, placed_as
+from fused_optim.step.plan import Plan, PlanKey, placed_as
 from fused_optim.step.scalars import DeviceScalars
+from fused_optim.step.signature import signature_of
 from fused_optim.step.streams import SideStreams
 
 LEAST_BYTES = 32 << 20  # of a bucket, and
@@ -54,7 +54,7 @@ Choice = Callable[[], dict[Tensor, str]]
 
 
 class Phase(Enum):
-    """Where a step is."""
+    """The stages of a step with gradient release."""
 
     IDLE = "between two steps"
     IN_BACKWARD = "during the backward pass"
@@ -62,11 +62,11 @@ class Phase(Enum):
 
 
 class OutOfPlace(Exception):
-    """Gradients are placed otherwise than their parameters, so a step sends them to other ranks."""
+    """Raised for gradients whose placements differ from their parameters': a step has to redistribute them."""
 
 
 class Stepping(Protocol):
-    """What these steps have in common with whole ones."""
+    """The parts of :class:`Stepper` that steps in buckets use, too."""
 
     scalars: DeviceScalars
     agreement: Agreement
@@ -75,19 +75,19 @@ class Stepping(Protocol):
         """Raise for hyperparameters that cannot be used."""
 
     def renew_states(self) -> None:
-        """Create what is missing, before new plans are made."""
+        """Create missing states, before new plans are made."""
 
     def hypers_on(self, device: torch.device) -> list[Hyper]:
         """The hyperparameters of the next step."""
 
-    def exchange_counting(self, own: Collection[int]) -> None:
-        """Find out, once and all ranks together, which :meth:`groups_of_others` there are."""
+    def find_remote_groups(self, own: Collection[int]) -> None:
+        """A collective, once: find the :meth:`remote_groups`."""
 
-    def groups_of_others(self) -> set[int]:
-        """Param groups that this rank counts as others do, who have their elements."""
+    def remote_groups(self) -> set[int]:
+        """Param groups without elements on this rank, whose steps it counts because other ranks step them."""
 
 
-class Buckets:
+class ReleasedStep:
     """The steps of an optimizer with gradient release. Made by all ranks of the parameters' meshes together.
 
     Args:
@@ -104,13 +104,13 @@ class Buckets:
         self._members: list[list[Reference]] = []
         self._number: ByParameter[int] = ByParameter()  # a parameter's bucket
         self._numbers: dict[int, int] = {}  # the same by `id()`, as long as the parameters are those of `_trainable`
-        self._basis: Basis | None = None  # of the plans; None: new ones are due
+        self._basis: PlanKey | None = None  # of the plans; None: new ones are due
         self._others: list[Reference] = []  # parameters in no bucket
         # Of which `step()` takes care: it can ask other ranks whether they have the like.
         self._out_of_place: ByParameter[bool] = ByParameter()
         self._reset()
         self._choose_buckets()
-        Agreement(lambda: store.params).reach(Own(facts=facts_of(store, self._number.get)))
+        Agreement(lambda: store.params).check_alike(CollectivesOfRank(facts=signature_of(store, self._number.get)))
 
     def _reset(self) -> None:
         self._is_begun = False
@@ -129,7 +129,7 @@ class Buckets:
     # --- where a step is --------------------------------------------------------------------------------------------
 
     def phase(self) -> Phase:
-        """Where the step is; that of a backward pass which has failed is ended here."""
+        """The stage of the step. A step whose backward pass has failed is ended here."""
         if self._has_failed():
             self._end()
         if not self._is_begun:
@@ -137,7 +137,7 @@ class Buckets:
         return Phase.PARTLY_STEPPED if self._running is None else Phase.IN_BACKWARD
 
     def _has_failed(self) -> bool:
-        """Whether the backward pass has.
+        """Whether the backward pass has ended without its callback, which is to say that it failed.
 
         On GPUs it has a thread of autograd's, which may let go of it only a moment after ``backward()`` has raised: who
         asks from outside of a pass waits for that.
@@ -175,7 +175,7 @@ class Buckets:
         self._reset()
 
     def _watch_pass(self) -> None:
-        """Autograd calls what it is given at the end of the pass, and lets go of it where the pass fails."""
+        """Have autograd call ``_pass_is_over`` at the end of the pass. A pass that fails frees the callback instead."""
         at_end = self._pass_is_over
         self._running = weakref.ref(at_end)
         Variable._execution_engine.queue_callback(at_end)
@@ -185,12 +185,12 @@ class Buckets:
         self.streams.join()
 
     def __contains__(self, param: Tensor) -> bool:
-        """Whether a parameter is updated in the backward pass."""
+        """True if a bucket updates this parameter in the backward pass."""
         return param in self._number
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    def arrive(self, param: Tensor) -> None:
+    def on_gradient_ready(self, param: Tensor) -> None:
         """A parameter's gradient is ready. Updates its bucket if it is the last one there.
 
         Of each parameter in each backward pass: what is not rare costs the host time here.
@@ -217,14 +217,14 @@ class Buckets:
         _free(members)
 
     def _leave_to_step(self, members: list[Tensor]) -> None:
-        """A bucket with gradients that are out of place. Where they are so again, they are in no bucket any more."""
+        """Leave a bucket with misplaced gradients to ``step()``. These have no bucket from the next step on."""
         for param in members:
             if is_misplaced(param, param.grad):
                 self._out_of_place[param] = True
         self._trainable = SameTensors()  # buckets are chosen anew before the next step
 
     def _enter_pass(self, param: Tensor) -> None:
-        """The first gradient of a backward pass is there, that of ``param``."""
+        """Begin a step: ``param`` has the first gradient of a backward pass."""
         self.phase()
         self._check_first(param)
         self._watch_pass()
@@ -232,7 +232,7 @@ class Buckets:
             self._begin()
 
     def _note_other(self, param: Tensor) -> None:
-        """A gradient that ``step()`` uses, or a second one."""
+        """Leave a gradient to ``step()``: its parameter has no bucket, or has had a gradient in this step."""
         self._check_first(param)
         self._arrived.add(id(param))
 
@@ -247,7 +247,7 @@ class Buckets:
             )
 
     def _begin(self) -> None:
-        """Raises before anything is changed. What all updates of a step need is prepared here, once."""
+        """Prepare a step, once for all its updates. Raises before anything is changed."""
         if gradients_are_scaled():
             raise RuntimeError(NO_SCALER)
         self._stepping.check_groups(self._store.groups)
@@ -270,7 +270,7 @@ class Buckets:
         self._complete()
 
     def finish_begun(self) -> None:
-        """The same of a step that a backward pass has begun, with its hyperparameters. It ends whatever happens."""
+        """Finish a step that a backward pass has begun, with its hyperparameters. It ends also if this raises."""
         if self.phase() is not Phase.IDLE:
             try:
                 self._complete()
@@ -285,22 +285,22 @@ class Buckets:
         if not self._plans_fit([self.plans[number] for number in left]):
             self._make_plans()
         agreement = self._stepping.agreement
-        agreement.open()
+        agreement.begin()
         try:
             self._place_gradients([*chain.from_iterable(self._members[number] for number in left[:-1]), *self._others])
             self._update(left)
         except Exception:
-            agreement.give_up()
+            agreement.abort()
             if not self._done:  # nothing has been changed
                 self._reset()
             raise
         for number in left[:-1]:
             _free(_alive(self._members[number]))
-        self._stepping.exchange_counting(self._counting)
+        self._stepping.find_remote_groups(self._counting)
         self._end()
 
     def _place_gradients(self, references: Sequence[Reference]) -> None:
-        """Bring gradients to their parameters' placements, if all ranks have the like.
+        """Redistribute gradients to their parameters' placements, if all ranks have such gradients.
 
         In the optimizer's order: in buckets, ranks may have other ones together. A collective of the first step.
         """
@@ -308,12 +308,12 @@ class Buckets:
         out = {param for param in _alive(references) if is_misplaced(param, param.grad)}
         grads = [param.grad if param in out else None for param in params] if out else [None] * len(params)
         facts = None if self._basis is None else self._basis.facts
-        self._stepping.agreement.reach(Own.of(params, grads, self._store.names, facts))
+        self._stepping.agreement.check_alike(CollectivesOfRank.of(params, grads, self._store.names, facts))
         for param, grad in zip(params, grads, strict=True):
             if grad is not None:
                 param.grad = placed_as(grad, param)
 
-    def _update(self, numbers: list[int], agree: Callable[[Own], None] | None = None) -> None:
+    def _update(self, numbers: list[int], agree: Callable[[CollectivesOfRank], None] | None = None) -> None:
         """Raises before anything is changed for gradients that do not fit their parameters."""
         attribute, scalars = self._store.grad_attribute, self._stepping.scalars
         plans = [self.plans[number] for number in numbers]
@@ -329,9 +329,9 @@ class Buckets:
             self._done.add(number)
 
     def _end(self) -> None:
-        """Count what was updated, if anything was; a new step may begin."""
+        """Count the step if anything was updated. The next one may begin."""
         self.streams.join()
-        for number in self._counting | self._stepping.groups_of_others() if self._done else ():
+        for number in self._counting | self._stepping.remote_groups() if self._done else ():
             group = self._store.groups[number]
             group[STEP] = int(group[STEP]) + 1
         self._reset()
@@ -344,7 +344,7 @@ class Buckets:
         return self._hypers[device]
 
     def _hyperparameters(self) -> list[dict[str, Any]]:
-        """Of all param groups, in a form that can be compared."""
+        """The hyperparameters of all param groups, in a form that can be compared."""
         own = {*self._store.defaults, STEP}
         return [{key: _comparable(group[key]) for key in group if key in own} for group in self._store.groups]
 
@@ -380,14 +380,14 @@ class Buckets:
         self._expect_all()
 
     def _plans_fit(self, plans: list[Plan]) -> bool:
-        """Whether what all plans were made of is as it was, and ``plans`` have all that they need."""
+        """True if ``plans`` still describe the optimizer, and all their parameters have states."""
         store = self._store
         attribute = store.grad_attribute
         return (
             bool(plans)
             and self._basis is not None
             and all(plan.is_whole(attribute) for plan in plans)
-            and self._basis.is_that_of(store.groups, store)
+            and self._basis.matches(store.groups, store)
         )
 
     def _make_plans(self) -> None:
@@ -398,12 +398,12 @@ class Buckets:
             self._hypers.clear()
         others = [param for param in store.params if param not in self]
         self._others = list(map(reference_to, others))
-        self._basis = basis = Basis(store.groups, store, self._number.get)
+        self._basis = basis = PlanKey(store.groups, store, self._number.get)
         self.plans = [Plan(store.groups, store, bucket, basis) for bucket in [*map(_alive, self._members), others]]
 
 
 def _bytes_of_a_rank(param: Tensor) -> int:
-    """On average, the same on all ranks: where quantized weights have one scale, these reduce it bucket by bucket."""
+    """The average bytes of a shard, the same on all ranks: weights with one scale reduce it bucket by bucket."""
     ranks = 1
     if isinstance(param, DTensor):
         ranks = math.prod(param.device_mesh.size(dim) for dim in sharding_dims(param))
@@ -431,8 +431,8 @@ def _alive(bucket: Iterable[Reference]) -> list[Tensor]:
     return [param for reference in bucket if (param := reference()) is not None]
 
 
-def _send_nothing(own: Own) -> None:
-    """Not in the backward pass, in which other ranks may not be there, or be about to send something else."""
+def _send_nothing(own: CollectivesOfRank) -> None:
+    """In place of an agreement during backward, which other ranks may not join: raise OutOfPlace for misplaced ones."""
     if own.misplaced:
         raise OutOfPlace
 
@@ -444,7 +444,7 @@ def _free(params: Iterable[Tensor]) -> None:
 
 
 def _comparable(value: Any) -> Any:
-    """A tensor on a device is not read back: whether it is another one, or was written."""
+    """A value to compare hyperparameters by: of tensors identity and version, so that no device is read."""
     if not isinstance(value, Tensor):
         return value
     return value.tolist() if value.device.type == "cpu" else (id(value), value._version)

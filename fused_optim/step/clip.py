@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fused_optim.backends.gradients import NormRequest, power_sums, scale_
 from fused_optim.decorators import between_graphs
 from fused_optim.sharding.dtensor import finished_local, local_tensor, sharding_dims
-from fused_optim.step.agreement import Agreement, Own
+from fused_optim.step.agreement import Agreement, CollectivesOfRank
 
 
 class Ranks(NamedTuple):
@@ -66,7 +66,7 @@ def clip_grad_norm_(
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(dict.fromkeys(parameters))
     grads = [param.grad for param in params]
-    Agreement(lambda: params, is_first=False).reach(Own.of(params, grads))
+    Agreement(lambda: params, is_first=False).check_alike(CollectivesOfRank.of(params, grads))
     clip = measure(params, grads, max_norm, norm_type, error_if_nonfinite)
     by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:

@@ -10,9 +10,9 @@ from torch import Tensor
 from fused_optim.options.checks import describe, some_of
 from fused_optim.state.store import StateStore
 from fused_optim.step import clip
-from fused_optim.step.agreement import Agreement, Own
-from fused_optim.step.facts import facts_of
+from fused_optim.step.agreement import Agreement, CollectivesOfRank
 from fused_optim.step.scalars import DeviceScalars, is_capturable_on
+from fused_optim.step.signature import signature_of
 from fused_optim.step.skip import Skips
 
 
@@ -31,8 +31,8 @@ class DeferredClip:
         store = self._store
         grads = store.gradients()
         asked = {"max_norm": max_norm, "norm_type": norm_type}
-        facts = facts_of(store, asked=asked) if self._agreement.is_first else None
-        self._agreement.reach(Own.of(store.params, grads, store.names, facts))
+        facts = signature_of(store, asked=asked) if self._agreement.is_first else None
+        self._agreement.check_alike(CollectivesOfRank.of(store.params, grads, store.names, facts))
         measured = clip.measure(store.params, grads, max_norm, norm_type, error_if_nonfinite)
         if self.due is not None and not self.due.changed(grads):
             measured = measured.after(self.due, float(max_norm))

@@ -31,7 +31,7 @@ from fused_optim.sharding.collective import failing_together
 from fused_optim.sharding.dtensor import Geometry, dense, finished_local, local_tensor, sharding_dims
 from fused_optim.state.param_state import ParamState
 from fused_optim.state.store import StateStore
-from fused_optim.step.agreement import Agreement, Own
+from fused_optim.step.agreement import Agreement, CollectivesOfRank
 from fused_optim.step.diagnosed_matrices import sigma_errors
 from fused_optim.step.plan import placed_as
 
@@ -121,7 +121,7 @@ def diagnose(store: StateStore, hypers: Hypers) -> Diagnostics:
     everything = _members(store)
     members = [each for each in everything if not each.rule.whole_matrices]
     with failing_together(store.params, _ELSEWHERE):
-        Agreement(lambda: store.params).reach(Own.of_all(store, every=True))
+        Agreement(lambda: store.params).check_alike(CollectivesOfRank.of_all(store, every=True))
         states = {each.position: each.states_to_change(store) for each in everything}
         if not any(param in store for param in store.params):
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""What a plan keeps of the shards of one device, so that only those that have changed are described again."""
+"""The shards of one device in a plan: only shards that have changed are described to the engine again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fused_optim.adapters import Target, adapter_of
+from fused_optim.adapters import FusedEncode, adapter_of
 from fused_optim.backends import Backend
 from fused_optim.backends.engine import CachedShard
 from fused_optim.backends.gradients import unscaled, write_
@@ -21,24 +21,24 @@ from fused_optim.state.param_state import ParamState
 
 
 @dataclass
-class Part:
-    """The shards of one device whose states are there, or those whose states are in host memory."""
+class DeviceShards:
+    """Shards of one device, one backend and one place of states (the device, or host memory)."""
 
     device: torch.device
     backend: Backend
     is_later: bool = False  # whether some parameters share memory with those of parts before it
     indices: list[int] = field(default_factory=list)  # positions in the param groups
     groups: list[int] = field(default_factory=list)
-    watched: list[CachedShard] = field(default_factory=list)
+    cached: list[CachedShard] = field(default_factory=list)
     absmax: Tensor | None = None  # of shards whose targets measure it, memory for as many as there are shards
     measured: dict[int, int] = field(default_factory=dict)  # where a shard's absmax lies in it
     # Gradients that this step reads from copies, and where their unscaled values come from: those copies or, where the
     # copy is placed in another way, themselves.
-    apart: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    gradient_copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # parameters, and contiguous ones to be updated
-    unwatched: set[int] = field(default_factory=set)  # shards that are described at every step
+    uncached: set[int] = field(default_factory=set)  # shards that are described at every step
     written: set[int] = field(default_factory=set)  # shards that others have written, which is told once
-    # Of watched shards beside masters: their memory. Where it was freed, others have written, whatever is there now.
+    # Of cached shards beside masters: their memory. Where it was freed, others have written, whatever is there now.
     memory: dict[int, object] = field(default_factory=dict)
     freed: set[int] = field(default_factory=set)
     shards: Shards = field(init=False)
@@ -53,57 +53,57 @@ class Part:
         freed = self.freed  # not the plan itself, which would live as long as the memory
         self.memory[i] = memory_of(param, lambda _: freed.add(i))
 
-    def let_go(self, i: int) -> None:
-        """Of the states of a parameter that nobody holds any more."""
-        self.watched[i] = CachedShard(self.watched[i].param_ref, None, None, None, None, {})
+    def drop_param(self, i: int) -> None:
+        """Release the states of shard ``i``, whose parameter was freed."""
+        self.cached[i] = CachedShard(self.cached[i].param_ref, None, None, None, None, {})
         self.memory.pop(i, None)
-        self.unwatched.discard(i)
+        self.uncached.discard(i)
         self.written.discard(i)
-        self.shards.let_go(i)
+        self.shards.drop_param(i)
 
     def find_freed(self) -> None:
         while self.freed:
             self.written.add(self.freed.pop())
 
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
-        """Update what has a gradient; ``hypers``: of the param groups, on this device."""
+        """Update all shards that have a gradient. ``hypers``: hyperparameters by param group, on this device."""
         if self.absmax is not None:
             self.absmax.zero_()
         for param, copy in self.copies if self.is_later else ():
             copy.copy_(param)
-        late = self._unscaled_apart(hypers[0].grad_scale, hypers[0].found_inf) if self.apart else []
+        late = self._unscaled_apart(hypers[0].grad_scale, hypers[0].found_inf) if self.gradient_copies else []
         self.shards.run(hypers, workspace)
         for param, copy in self.copies:
             param.copy_(copy)
         self.copies.clear()
         for grad, value in late:
             write_(grad, value)
-        self.apart.clear()
+        self.gradient_copies.clear()
 
     def _unscaled_apart(self, scale: Tensor | None, found_inf: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-        """Gradients that a pass does not write itself, and what is to be written: the copies, which it does write."""
+        """Pairs (gradient, its contiguous copy): passes write unscaled gradients into copies, which go back."""
         if scale is None:
             return []
         if found_inf is not None:
             scale = torch.where(found_inf == 0, scale, 1.0)
-        return [(grad, unscaled(grad, scale) if source is grad else source) for grad, source in self.apart]
+        return [(grad, unscaled(grad, scale) if source is grad else source) for grad, source in self.gradient_copies]
 
 
-def is_watchable(param: Tensor) -> bool:
-    """Not where the parameter's memory is another than that of the contiguous tensor that is updated."""
+def is_cacheable(param: Tensor) -> bool:
+    """True for plain parameters whose memory is dense: they are updated in place."""
     plain = type(param) in (Tensor, torch.nn.Parameter, DTensor) and adapter_of(param) is None
     return plain and is_dense(local_tensor(param))
 
 
-def cached(reference: Reference, states: ParamState) -> CachedShard:
+def cached_shard(reference: Reference, states: ParamState) -> CachedShard:
     spec = states.param._spec if isinstance(states.param, DTensor) else None
     state0, state1, *_ = (*(states.tensors.get(each.name) for each in states.layout.specs), None)
     return CachedShard(reference, state0, state1, master=states.tensors.get(MASTER), spec=spec, states=states.tensors)
 
 
-def cached_weight(watched: CachedShard, param: Tensor, target: Target, master: Tensor) -> CachedShard:
-    """The same of a quantized weight."""
-    return watched._replace(
+def cached_weight(cached: CachedShard, param: Tensor, target: FusedEncode, master: Tensor) -> CachedShard:
+    """The cached shard of a quantized weight: its codes and scales in place of the parameter."""
+    return cached._replace(
         local_ref=reference_to(local_tensor(param)),
         components=target.components,
         names=target.names,

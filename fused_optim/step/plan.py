@@ -36,21 +36,21 @@ from fused_optim.sharding.dtensor import dense, finished_local, local_tensor
 from fused_optim.state.groups import Group
 from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.store import StateStore
-from fused_optim.step.agreement import Own
-from fused_optim.step.facts import Facts, facts_of
+from fused_optim.step.agreement import CollectivesOfRank
 from fused_optim.step.overlaps import Sharing
-from fused_optim.step.parts import Part, cached, cached_weight, is_watchable
-from fused_optim.step.weights import NewValues, Weight, WeightUpdates
+from fused_optim.step.parts import DeviceShards, cached_shard, cached_weight, is_cacheable
+from fused_optim.step.signature import CollectiveSignature, signature_of
+from fused_optim.step.weights import Weight, WeightUpdate, WeightUpdates
 
 
 def _formats_of(groups: Sequence[Group], store: StateStore) -> list[Any]:
-    """What the groups ask for, as it is written there."""
+    """The options of the param groups that decide which formats their states have."""
     specs = store.rule.states
     return [group.get(spec.option) for group in groups for spec in specs]
 
 
 def _entries(state: Mapping[Any, Any]) -> int:
-    """How many there are: others may add a step to the states of a parameter, where torch.optim.AdamW has it."""
+    """The number of states of each parameter. It changes when a program adds ``state["step"]``, as torch.optim has."""
     try:
         return sum(map(len, state.values()))
     except TypeError:  # what users keep under other keys
@@ -58,7 +58,7 @@ def _entries(state: Mapping[Any, Any]) -> int:
 
 
 def _copied(value: Any) -> Any:
-    """A list may be written to."""
+    """A copy of a list, which can be changed in place; any other value itself."""
     return list(value) if isinstance(value, list) else value
 
 
@@ -79,10 +79,10 @@ def check_capturable(backends: dict[torch.device, str]) -> None:
             )
 
 
-class Basis:
+class PlanKey:
     """What plans are made of: param groups, dicts of states, options of groups, seed and backend. Keeps none of them.
 
-    ``release``: see :func:`fused_optim.step.facts.facts_of`.
+    ``release``: see :func:`fused_optim.step.signature.signature_of`.
     """
 
     def __init__(
@@ -93,23 +93,24 @@ class Basis:
         self._seed, self._skips, self._forced = settings.seed, settings.skip_nonfinite, forced_backend()
         self._formats = _formats_of(groups, store)
         rules = [store.rule.for_group(group) for group in groups]
-        self._planned_keys = [(number, key) for number, rule in enumerate(rules) for key in rule.planned_options]
+        self._planned_keys = [(number, key) for number, rule in enumerate(rules) for key in rule.collective_keys]
         self._planned = self._planned_of(groups)
         self._in_groups = [Identities(group["params"]) for group in groups]
         self._state_keys, self._state_dicts = Identities(store.state), Identities(store.state.values())
         self._entries = _entries(store.state)
 
     @cached_property
-    def facts(self) -> dict[DeviceMesh, Facts]:
-        """What decides collectives: found when it is first asked for, before the first step with these plans."""
-        return facts_of(self._store, self._release)
+    def facts(self) -> dict[DeviceMesh, CollectiveSignature]:
+        """The signature of this rank's collectives on each mesh; computed at the first use."""
+        return signature_of(self._store, self._release)
 
     def _planned_of(self, groups: Sequence[Group]) -> list[Any]:
-        """What decides what ranks send each other."""
+        """The signature of this rank's collectives on each mesh."""
         return [_copied(groups[number].get(key)) for number, key in self._planned_keys]
 
-    def is_that_of(self, groups: Sequence[Group], store: StateStore) -> bool:
-        """Whether all is as it was. Who asks knows that no parameter is gone, which another may have replaced."""
+    def matches(self, groups: Sequence[Group], store: StateStore) -> bool:
+        """True if groups, options and state dicts are unchanged (by id). Call only after :meth:`is_whole`: ids of freed
+        objects may be used again."""
         settings, state = store.settings, store.state
         return (
             settings.seed == self._seed
@@ -136,20 +137,20 @@ class Plan:
         groups: Sequence[Group],
         store: StateStore,
         members: Collection[Tensor] | None = None,
-        basis: Basis | None = None,
+        basis: PlanKey | None = None,
     ) -> None:
         params = store.params
         own = set(params if members is None else members)
         self._names, self._numbers = store.names, store.rounding_numbers()
         self._sizes, self._seed = [len(group["params"]) for group in groups], store.settings.seed
-        self._basis = basis or Basis(groups, store)
+        self._basis = basis or PlanKey(groups, store)
         self._layouts = {
             index: store.layouts[param] for index, param in enumerate(params) if param in own and param in store
         }
         others = [(i, param) for i, param in enumerate(params) if param in own and i not in self._layouts]
         self._stateless = [self._reference(param, i) for i, param in others]
         self._has_lost = False  # a parameter
-        self._sent: tuple[list[list[int]], Own] | None = None  # matrices, and which shards had gradients
+        self._sent: tuple[list[list[int]], CollectivesOfRank] | None = None  # matrices, and which shards had gradients
         self._store = store
         self._sharing = Sharing({index: params[index] for index in self._layouts})
         self._sharing.check_masters(
@@ -157,22 +158,24 @@ class Plan:
             lambda index: describe(params[index], index, self._names[index]),
         )
         turns = self._sharing.turns()
-        parts: dict[tuple[int, torch.device, bool, int], Part] = {}
+        parts: dict[tuple[int, torch.device, bool, int], DeviceShards] = {}
         numbers = [number for number, size in enumerate(self._sizes) for _ in range(size)]
         rules = [store.rule.for_group(group) for group in groups]
         self._attribute, self._scaled = "", False  # of the last refresh
-        self._places: dict[int, tuple[Part, int]] = {}  # by position in the param groups
+        self._places: dict[int, tuple[DeviceShards, int]] = {}  # by position in the param groups
         for index in self._layouts:
             param = params[index]
             local = local_tensor(param)
             turn, offloaded = turns.get(index, 0), bool(self._layouts[index].offloaded)
             key = turn, local.device, offloaded, rules[numbers[index]].code
-            part = parts.get(key) or parts.setdefault(key, Part(local.device, backend_of(local), is_later=turn > 0))
+            part = parts.get(key) or parts.setdefault(
+                key, DeviceShards(local.device, backend_of(local), is_later=turn > 0)
+            )
             part.indices.append(index)
             part.groups.append(numbers[index])
-            part.unwatched.add(len(part.watched))
-            self._places[index] = part, len(part.watched)
-            part.watched.append(cached(self._reference(param, index), store[param]))
+            part.uncached.add(len(part.cached))
+            self._places[index] = part, len(part.cached)
+            part.cached.append(cached_shard(self._reference(param, index), store[param]))
         weights = {
             index: Weight(self._reference(params[index], index), numbers[index], layout, self._numbers[index])
             for index, layout in self._layouts.items()
@@ -195,26 +198,26 @@ class Plan:
     def _reference(self, param: Tensor, index: int) -> Reference:
         return reference_to(param, functools.partial(_let_go, weakref.ref(self), index))
 
-    def let_go(self, index: int) -> None:
-        """Of all that belongs to a parameter that nobody holds any more."""
+    def drop_param(self, index: int) -> None:
+        """Drop the row of a parameter that was freed. The plan is invalid from then on."""
         self._has_lost = True
         self._layouts.pop(index, None)
-        self._weights.let_go(index)
+        self._weights.drop_param(index)
         if index in self._places:
             part, i = self._places[index]
-            part.let_go(i)
+            part.drop_param(i)
 
     @property
     def measured(self) -> list[Tensor]:
-        """Memory of its own that steps write to."""
+        """The buffers into which steps of this plan write absmaxes of quantized weights."""
         return [part.absmax for part in self.parts if part.absmax is not None]
 
     def fits(self, groups: Sequence[Group], attribute: str) -> bool:
-        """Whether it is still a plan for what there is now. Gradients are in ``param.<attribute>``."""
-        return self.is_whole(attribute) and self._basis.is_that_of(groups, self._store)
+        """True if the plan still describes the optimizer. Gradients are read from ``param.<attribute>``."""
+        return self.is_whole(attribute) and self._basis.matches(groups, self._store)
 
     def is_whole(self, attribute: str) -> bool:
-        """Whether no parameter is gone, and what has no states still needs none."""
+        """True if no parameter was freed, and none without states needs them by now."""
         return not self._has_lost and not (self._stateless and self._needs_states(attribute))
 
     def _needs_states(self, attribute: str) -> bool:
@@ -231,7 +234,9 @@ class Plan:
         """The numbers of the param groups that have a gradient in this step."""
         return {number for part in self.parts for number in part.shards.groups_with_gradients()}
 
-    def refresh(self, attribute: str, scaled: bool = False, agree: Callable[[Own], None] | None = None) -> bool:
+    def refresh(
+        self, attribute: str, scaled: bool = False, agree: Callable[[CollectivesOfRank], None] | None = None
+    ) -> bool:
         """Take the gradients, ``param.<attribute>``, and all addresses of this step.
 
         ``scaled``: the gradients have a scale, so the pass writes them, too. ``agree``: is called with what is to be
@@ -242,12 +247,12 @@ class Plan:
         """
         self._weights.end_step()  # where one was refused
         self._attribute, self._scaled = attribute, scaled
-        stale: list[tuple[Part, int, Tensor]] = []
+        stale: list[tuple[DeviceShards, int, Tensor]] = []
         for part in self.parts:
-            part.apart.clear()
+            part.gradient_copies.clear()
             part.copies.clear()
-            changed = part.shards.refresh(part.watched, attribute)
-            stale += [(part, i, param) for i in changed if (param := part.watched[i].param_ref()) is not None]
+            changed = part.shards.refresh(part.cached, attribute)
+            stale += [(part, i, param) for i in changed if (param := part.cached[i].param_ref()) is not None]
             part.written.update(part.shards.written())  # also of a step that is refused below
             part.find_freed()
         stale.sort(key=lambda each: each[0].indices[each[1]])  # some are sent: in one order on all ranks
@@ -268,12 +273,12 @@ class Plan:
             self._set(part, i, param, attribute)
         for part in self.parts if scaled else []:
             for i in part.shards.with_gradients() if part.is_later else part.shards.sharing():
-                if (param := part.watched[i].param_ref()) is not None:
+                if (param := part.cached[i].param_ref()) is not None:
                     self._set(part, i, param, attribute, shared=True)
         return True
 
-    def _to_send(self, stale: Sequence[tuple[Part, int, Tensor]], attribute: str) -> Own:
-        own = Own(facts=self._basis.facts)
+    def _to_send(self, stale: Sequence[tuple[DeviceShards, int, Tensor]], attribute: str) -> CollectivesOfRank:
+        own = CollectivesOfRank(facts=self._basis.facts)
         for part, i, param in stale:
             own.add(param, getattr(param, attribute), part.indices[i], self._names[part.indices[i]])
         if self._has_matrices:
@@ -281,11 +286,11 @@ class Plan:
             own.gradients, own.with_empty = matrices.gradients, matrices.with_empty
         return own
 
-    def _matrices_to_send(self, has_stale: bool) -> Own:
-        """Those of the step before, as long as the same shards have gradients, and all are as they were."""
+    def _matrices_to_send(self, has_stale: bool) -> CollectivesOfRank:
+        """The collectives of whole matrices: those of the step before if the same shards have gradients."""
         having = [list(part.shards.with_gradients()) for part in self.parts]
         if has_stale or self._sent is None or self._sent[0] != having:
-            own = Own()
+            own = CollectivesOfRank()
             own.add_matrices(self._store)
             self._sent = None if has_stale else (having, own)
             return own
@@ -293,41 +298,41 @@ class Plan:
 
     @property
     def params(self) -> set[Tensor]:
-        """All that it knows of; what was written into others the store knows."""
-        found = (watched.param_ref() for part in self.parts for watched in part.watched)
+        """The parameters of this plan. Writes into other parameters are noticed by the store."""
+        found = (cached.param_ref() for part in self.parts for cached in part.cached)
         return {param for param in found if param is not None}
 
     def sync_written_masters(self) -> list[Tensor]:
-        """Let masters follow parameters that others have written since the last step. Returns these."""
+        """Copy parameters that were written since the last step into their masters; return these parameters."""
         followed = []
         for part in self.parts:
             part.find_freed()
-            followed += self._sync([(part, i) for i in part.shards.find_written(part.watched)])
-            followed += self._sync([(part, i) for i in list(part.unwatched) if self._may_be_written(part, i)])
+            followed += self._sync([(part, i) for i in part.shards.find_written(part.cached)])
+            followed += self._sync([(part, i) for i in list(part.uncached) if self._may_be_written(part, i)])
         return followed
 
-    def _may_be_written(self, part: Part, i: int) -> bool:
-        """Of a shard that is not watched; or not any more, when nobody has looked at the parameter's versions."""
-        param = part.watched[i].param_ref()
+    def _may_be_written(self, part: DeviceShards, i: int) -> bool:
+        """True if the version counter of a shard's parameter has to be asked whether it was written."""
+        param = part.cached[i].param_ref()
         if param is None or param not in self._store:
             return False
-        return i not in part.unwatched or self._store[param].is_written
+        return i not in part.uncached or self._store[param].is_written
 
-    def _sync(self, shards: Sequence[tuple[Part, int]]) -> list[Tensor]:
-        """Those that raise are followed when this is called again. Returns the parameters."""
+    def _sync(self, shards: Sequence[tuple[DeviceShards, int]]) -> list[Tensor]:
+        """Copy the parameters of ``shards`` into their masters. One that raises is tried again at the next call."""
         for part, i in shards:
             part.written.add(i)
         followed = []
         for part in self.parts:
             for i in sorted(part.written):
-                param = part.watched[i].param_ref()
+                param = part.cached[i].param_ref()
                 if param is not None and param in self._store:
                     self._sync_shard(part, i, param)
                     followed.append(param)
                 part.written.discard(i)  # another thread may have followed it
         return followed
 
-    def _sync_shard(self, part: Part, i: int, param: Tensor) -> None:
+    def _sync_shard(self, part: DeviceShards, i: int, param: Tensor) -> None:
         states = self._store[param]
         if states.layout.master.is_separate and is_capturing():
             who = describe(states.param, part.indices[i], self._names[part.indices[i]])
@@ -337,8 +342,8 @@ class Plan:
         if i in part.memory:
             part.watch_memory(i, param)
 
-    def _check(self, part: Part, i: int, param: Tensor, attribute: str) -> None:
-        index, states = part.indices[i], part.watched[i].states
+    def _check(self, part: DeviceShards, i: int, param: Tensor, attribute: str) -> None:
+        index, states = part.indices[i], part.cached[i].states
         name = self._names[index]
         check_update(param, getattr(param, attribute), index, name)
         layout = self._layouts[index]
@@ -347,11 +352,11 @@ class Plan:
             created = layout.geometry.numel
             raise ValueError(f"{describe(param, index, name)}: its states were created for {created} local elements")
 
-    def _set(self, part: Part, i: int, param: Tensor, attribute: str, shared: bool = False) -> None:
-        index, states = part.indices[i], part.watched[i].states
+    def _set(self, part: DeviceShards, i: int, param: Tensor, attribute: str, shared: bool = False) -> None:
+        index, states = part.indices[i], part.cached[i].states
         grad, layout = getattr(param, attribute), self._layouts[index]
         master = local_tensor(states[MASTER]) if MASTER in states else None
-        part.watched[i] = cached(part.watched[i].param_ref, ParamState(param, states, layout))
+        part.cached[i] = cached_shard(part.cached[i].param_ref, ParamState(param, states, layout))
         adapter, target, absmax = adapter_of(param), None, None
         if adapter is None:
             local = local_tensor(param)
@@ -367,11 +372,11 @@ class Plan:
             elif target is None or master is None:  # the values are updated as an FP32 parameter is, and then encoded
                 master, layout = None, replace(layout, master=Master.PARAMETER)
             if target is None or master is None:
-                self._weights.put(index, NewValues(updated), lasts=False)
+                self._weights.put(index, WeightUpdate(updated), lasts=False)
             else:
                 absmax = part.absmax_of(i) if target.measures else None
-                self._weights.put(index, NewValues(updated, absmax, target.data is not None), lasts=True)
-                part.watched[i] = cached_weight(part.watched[i], param, target, master)
+                self._weights.put(index, WeightUpdate(updated, absmax, target.data is not None), lasts=True)
+                part.cached[i] = cached_weight(part.cached[i], param, target, master)
         work = ShardWork(
             grad=self._dense_gradient(part, grad, param, shared),
             param=updated,
@@ -382,19 +387,19 @@ class Plan:
             target=target,
             absmax=absmax,
         )
-        can_be_watched = not shared and (target is not None or is_watchable(param))
-        is_watched = part.shards.set(i, work, part.watched[i] if can_be_watched else None)
-        (part.unwatched.discard if is_watched else part.unwatched.add)(i)
-        if is_watched and self._layouts[index].master.is_separate:
+        can_be_cached = not shared and (target is not None or is_cacheable(param))
+        is_cached = part.shards.set(i, work, part.cached[i] if can_be_cached else None)
+        (part.uncached.discard if is_cached else part.uncached.add)(i)
+        if is_cached and self._layouts[index].master.is_separate:
             part.watch_memory(i, param)
 
     @staticmethod
-    def _dense_gradient(part: Part, grad: Tensor, param: Tensor, shared: bool) -> Tensor:
+    def _dense_gradient(part: DeviceShards, grad: Tensor, param: Tensor, shared: bool) -> Tensor:
         local, aligned = finished_local(grad), placed_as(grad, param)
         placed = local if aligned is grad else finished_local(aligned)
         read = placed.clone(memory_format=torch.contiguous_format) if shared else dense(placed)
         if read is not local:
-            part.apart.append((local, read if placed is local else local))
+            part.gradient_copies.append((local, read if placed is local else local))
         return read
 
     @with_denormals
@@ -425,20 +430,20 @@ class Plan:
             increment_versions([getattr(param, self._attribute) for param in updated])
         increment_versions(updated)
         for part in self.parts:  # which may share counters
-            unwatched = part.unwatched.intersection(part.shards.with_gradients()) if part.unwatched else ()
-            part.shards.mark(part.watched)
-            for i in unwatched:  # of the others nobody has looked whether they were written
-                if (param := part.watched[i].param_ref()) is not None:
+            uncached = part.uncached.intersection(part.shards.with_gradients()) if part.uncached else ()
+            part.shards.mark(part.cached)
+            for i in uncached:  # of the others nobody has looked whether they were written
+                if (param := part.cached[i].param_ref()) is not None:
                     self._store[param].record_versions()
 
     def _updated(self) -> list[Tensor]:
         """The parameters that have a gradient in this step."""
         updated: list[Tensor] = []
         for part in self.parts:
-            updated += part.shards.updated(part.watched)
+            updated += part.shards.updated(part.cached)
         return updated
 
 
 def _let_go(plan: weakref.ref[Plan], index: int, _: object) -> None:
     if (kept := plan()) is not None:
-        kept.let_go(index)
+        kept.drop_param(index)

@@ -24,8 +24,8 @@ from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.state.groups import Group
 from fused_optim.state.store import StateStore
 from fused_optim.state.summary import choices_without_effect
-from fused_optim.step.agreement import Agreement, Own, agree_on_params
-from fused_optim.step.buckets import NO_SCALER, Buckets, Choice
+from fused_optim.step.agreement import Agreement, CollectivesOfRank, agree_on_params
+from fused_optim.step.buckets import NO_SCALER, Choice, ReleasedStep
 from fused_optim.step.conversion import convert, stale_formats
 from fused_optim.step.deferred_clip import DeferredClip
 from fused_optim.step.plan import Plan, check_capturable
@@ -44,7 +44,7 @@ Scaling = tuple[Tensor | None, Tensor | None]  # what gradients are divided by, 
 
 
 class Stepper:
-    """The steps of one optimizer. Nothing of it is copied or pickled but how many steps were skipped."""
+    """The steps of one optimizer. Copies and pickles of the optimizer have only the number of skipped steps."""
 
     def __init__(self, store: StateStore, skipped: int = 0, synthetic_of_plain: bool = True) -> None:
         self._store = store
@@ -53,7 +53,7 @@ class Stepper:
         self.skip_group: ProcessGroup | None = None  # whose ranks skip together; None: the default one
         self.scalars = DeviceScalars()
         self._plan: Plan | None = None
-        self.buckets: Buckets | None = None  # of its steps; None: they are made at once
+        self.buckets: ReleasedStep | None = None  # of its steps; None: they are made at once
         self.agreement = Agreement(lambda: store.params)
         self.clipping = DeferredClip(store, self.scalars, self.skips, self.agreement)
         self._knows_offsets = False  # what `StateStore.exchange_offsets` finds
@@ -64,7 +64,7 @@ class Stepper:
 
     @property
     def is_captured(self) -> bool:
-        """Whether a CUDA graph holds a step: a replay asks nobody whether it may write."""
+        """True if a CUDA graph holds a step: its replays write parameters at any time."""
         return self.scalars.captured
 
     @property
@@ -74,18 +74,18 @@ class Stepper:
     # --- masters and parameters ------------------------------------------------------------------------------------
 
     def sync_written_masters(self) -> list[Tensor]:
-        """Let masters follow the parameters whose version counters say that someone has written them: returns these."""
+        """Copy parameters that were written (by their version counters) into their masters; return them."""
         self.check_idle("reading masters")
         return self._sync_written(self._plans())
 
     def _sync_written(self, plans: list[Plan]) -> list[Tensor]:
-        """Plans know what was written into their parameters; of those that came later the store does."""
+        """Sync masters by the plan for its parameters, and by the store for parameters that came later."""
         followed = [param for plan in plans for param in plan.sync_written_masters()]
         known = {param for plan in plans for param in plan.params}
         return followed + self._store.sync_masters_from_params(but=known)
 
     def leave_plan(self) -> None:
-        """Without a plan, the store knows which versions of the parameters belong to the masters."""
+        """Drop the plan. The store remembers the parameters' versions from then on."""
         if plans := self._plans():
             self._sync_written(plans)
             self._plan = None
@@ -106,7 +106,7 @@ class Stepper:
         return self.clipping.measure(max_norm, norm_type, error_if_nonfinite)
 
     def drop_gradients(self) -> None:
-        """What is kept of them, before ``zero_grad()``."""
+        """Before ``zero_grad()``: forget the norm and the gradients that were clipped."""
         if self.buckets is not None:
             self.buckets.drop_gradients()
         self.clipping.drop()
@@ -137,7 +137,7 @@ class Stepper:
         self._store.offloading.synchronize()
 
     def prepare_capture(self) -> None:
-        """What a captured step cannot do itself; nothing without ``capturable`` or during a capture."""
+        """Upload learning rates and count steps for captured steps; nothing without ``capturable``."""
         if not self._store.settings.capturable or is_capturing():
             return
         devices = {local_tensor(param).device for param in self._store.params}
@@ -197,16 +197,16 @@ class Stepper:
         is_real, failed = any_rank(params, is_real, False)
         if failed:
             raise RuntimeError("another rank refused its gradients before the first step; its error says why")
-        self.agreement.reach(Own.of_all(self._store), is_first=True)
+        self.agreement.check_alike(CollectivesOfRank.of_all(self._store), is_first=True)
         self._exchange_offsets()
         is_synthetic = resting and not is_real
         if not is_synthetic:
-            self.exchange_counting(
+            self.find_remote_groups(
                 {n for n, group in enumerate(self._groups) if any(map(self._store.has_gradient, group["params"]))}
             )
         return is_synthetic
 
-    def exchange_counting(self, own: Collection[int]) -> None:
+    def find_remote_groups(self, own: Collection[int]) -> None:
         """Find the param groups without elements on this rank that have gradients on others only; ``own``: with some.
 
         So FSDP may leave it. A collective of the first step.
@@ -254,7 +254,7 @@ class Stepper:
         self._times_replaced = now
 
     def _checked_grads(self) -> list[Tensor]:
-        """All gradients. Raises for those that cannot be used, and for hyperparameters."""
+        """All gradients by parameter. Raises for unusable gradients and hyperparameters."""
         self.check_groups(self._groups)
         grads = []
         for index, (param, name) in enumerate(zip(self._store.params, self._store.names, strict=True)):
@@ -266,7 +266,7 @@ class Stepper:
 
     # --- steps in buckets ---------------------------------------------------------------------------------------------
 
-    def in_buckets(self, choose: Choice, bucket_bytes: int | None) -> Buckets:
+    def start_release(self, choose: Choice, bucket_bytes: int | None) -> ReleasedStep:
         """From now on steps are made in buckets, as gradient release does. Creates the states.
 
         A collective over the parameters' meshes. Raises RuntimeError on all ranks that were given other options.
@@ -277,17 +277,17 @@ class Stepper:
         self._store.create()
         self._exchange_offsets()
         self._warn_once()
-        self.buckets = Buckets(self._store, self, choose, bucket_bytes)
+        self.buckets = ReleasedStep(self._store, self, choose, bucket_bytes)
         return self.buckets
 
-    def at_once(self) -> None:
+    def stop_release(self) -> None:
         """From now on steps are whole again."""
         self.leave_plan()
         self.buckets = None
         self._store.offloading.synchronize()
 
     def check_can_be_in_buckets(self) -> None:
-        """Raise RuntimeError for what needs all gradients at once, and where steps are in buckets already."""
+        """Raise RuntimeError if an option needs all gradients at once, or gradient release is enabled already."""
         if self.buckets is not None:
             raise RuntimeError("gradient release is enabled for this optimizer already: call disable() of that first")
         for option in _NEEDS_ALL_GRADIENTS:
@@ -305,7 +305,7 @@ class Stepper:
             self.buckets.check_idle(what)
 
     def check_option(self, option: str, value: object) -> None:
-        """Raise RuntimeError where an option of the whole optimizer may not be changed so now."""
+        """Raise RuntimeError if this option of the optimizer cannot be changed now."""
         if self.buckets is not None:
             self.buckets.check_idle(option)
             self._refuse_option(option, value)
@@ -316,7 +316,7 @@ class Stepper:
             raise RuntimeError(f"{option}=True {_NEEDS_ALL_GRADIENTS[option]}: do without one of the two")
 
     def refuse_in_buckets(self, what: str) -> None:
-        """Raise RuntimeError for what needs all gradients at once."""
+        """Raise RuntimeError if an option needs all gradients at once."""
         if self.buckets is not None:
             raise RuntimeError(
                 f"{what} needs all gradients at once, and this optimizer makes its steps in buckets (gradient "
@@ -324,7 +324,7 @@ class Stepper:
             )
 
     def renew_states(self) -> None:
-        """States for those that have none, before a step in buckets; what others know of versions is kept."""
+        """Create missing states before a step in buckets; parameters' versions stay those of their masters."""
         store = self._store
         if not all(param in store or store.is_frozen(param) for param in store.params):
             self.restart_counters()
@@ -334,24 +334,24 @@ class Stepper:
         self._convert_formats()
 
     def hypers_on(self, device: torch.device) -> list[Hyper]:
-        """Of a step that would be made now, without clipping."""
+        """The scalars of a step made now, without clipping."""
         return self._hypers(self._groups, device)
 
     # --- a whole step -----------------------------------------------------------------------------------------------
 
     def _checked_plan(self, groups: Sequence[Group], scaled: bool) -> Plan:
-        self.agreement.open()
+        self.agreement.begin()
         try:
             if self.clipping.due is not None:
                 self.clipping.check()
             return self._refreshed_plan(groups, scaled)
         except Exception:
-            self.agreement.give_up()
+            self.agreement.abort()
             self._abandon_skips()
             raise
 
     def _abandon_skips(self) -> None:
-        """This rank refuses the step: let the others skip it where they would wait to decide together."""
+        """This rank refuses the step: tell ranks that wait for it in a collective to skip the step."""
         if self._store.settings.skip_nonfinite:
             self.skips.abandon(self.skip_group)
 
@@ -360,9 +360,9 @@ class Stepper:
         plan, attribute = self._plan, self._store.grad_attribute
         if plan is None or not plan.fits(groups, attribute):
             plan = self._new_plan()
-        if not plan.refresh(attribute, scaled, self.agreement.reach):
+        if not plan.refresh(attribute, scaled, self.agreement.check_alike):
             plan = self._new_plan()
-            plan.refresh(attribute, scaled, self.agreement.reach)
+            plan.refresh(attribute, scaled, self.agreement.check_alike)
         return plan
 
     def _new_plan(self) -> Plan:
@@ -393,7 +393,7 @@ class Stepper:
                 warnings.warn("\n".join(choices), stacklevel=callers_level())
 
     def restart_counters(self) -> None:
-        """States that start at zero are corrected from step 1 on, whatever was counted for others before."""
+        """Set a group's step to 0 if all of its states are new: bias correction starts at step 1."""
         for group in self._groups:
             if group["params"] and not any(map(self._store.has_own_states, group["params"])):
                 group["step"] = 0
@@ -432,12 +432,12 @@ class Stepper:
                 self.scalars.pull(groups)
 
     def _counting(self, groups: Sequence[Group], plan: Plan) -> set[int]:
-        """The param groups whose step this is."""
+        """The numbers of param groups that this step advances."""
         found = plan.groups_with_gradients
-        return found if len(found) == len(groups) else found | self.groups_of_others()
+        return found if len(found) == len(groups) else found | self.remote_groups()
 
-    def groups_of_others(self) -> set[int]:
-        """Param groups that this rank has no elements and no gradients of, but counts as those ranks that do.
+    def remote_groups(self) -> set[int]:
+        """Param groups with empty local shards whose step must still advance, because other ranks step them.
 
         Of plain tensors, such as FSDP1's, nothing tells whether the others have gradients: they are taken to.
         """
@@ -453,7 +453,7 @@ class Stepper:
                 )
 
     def next_hypers(self) -> Callable[[torch.device], list[Hyper]]:
-        """Of a step that would be made now, without a GradScaler's scale, for ``diagnostics()``."""
+        """The scalars of a step made now, without a GradScaler's scale, for ``diagnostics()``."""
         self.refuse_in_buckets("diagnostics()")
         self.clipping.check()
 
@@ -469,7 +469,7 @@ class Stepper:
         counted: Collection[int] = (),
         scalars: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     ) -> list[Hyper]:
-        """Of a step; ``counted``: the groups whose steps the device counts; ``scalars``: scale, factor, found_inf."""
+        """The scalars of a step. ``counted``: groups that the device counts; ``scalars``: scale, factor, found_inf."""
         settings, rules = self._store.settings, self._store.rule
         reads_rates = is_capturable_on(device, settings)
         scale, factor, skip = [None if scalar is None else on_device(scalar, device) for scalar in scalars]

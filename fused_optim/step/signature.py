@@ -31,44 +31,45 @@ from fused_optim.state.store import StateStore
 
 @dataclass(frozen=True)
 class Entry:
-    """Of the optimizer, or of one parameter: texts, by what they are about.
+    """The settings of the optimizer, or of one parameter, that decide collectives: texts by name.
 
-    ``who``: that, in messages; may differ from rank to rank. ``deciding``: of collectives. ``others``: what makes
-    ranks' shares of an update different; it may change from step to step, so it is compared before the first one.
+    ``who``: its name in messages, which may differ from rank to rank. ``always``: texts that decide collectives,
+    compared with each plan. ``others``: settings by which one rank computes another's part of an update; they may
+    change from step to step, and are compared before the first one.
     """
 
     who: str
-    deciding: Mapping[str, str]
+    always: Mapping[str, str]
     others: Mapping[str, str] = field(default_factory=dict)
 
     def texts(self, is_first: bool) -> Mapping[str, str]:
-        return {**self.deciding, **self.others} if is_first else self.deciding
+        return {**self.always, **self.others} if is_first else self.always
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Of one mesh. ``options``: of the whole optimizer, by name, which may be why entries differ."""
+class CollectiveSignature:
+    """The signature of one mesh. ``options``: those of the whole optimizer by name, for messages on differences."""
 
     entries: Sequence[Entry]
     options: Mapping[str, str]
 
     @cached_property
-    def deciding(self) -> int:
-        """A digest of what decides collectives."""
+    def always(self) -> int:
+        """A hash of all entries that decide collectives."""
         return digest_of([entry.texts(False) for entry in self.entries])
 
     def digest(self, is_first: bool) -> int:
-        """Made once, but of what the first step compares: some meshes are asked before each step."""
-        return digest_of([entry.texts(True) for entry in self.entries]) if is_first else self.deciding
+        """The hash, computed once; with the entries that only the first step compares if ``is_first``."""
+        return digest_of([entry.texts(True) for entry in self.entries]) if is_first else self.always
 
 
-def facts_of(
+def signature_of(
     store: StateStore,
     release: Callable[[Tensor], int | None] | None = None,
     asked: Mapping[str, object] | None = None,
     every: bool = False,
-) -> dict[DeviceMesh, Facts]:
-    """Of the next step of an optimizer, by mesh. Nothing of it is sent.
+) -> dict[DeviceMesh, CollectiveSignature]:
+    """The signature of the next step of an optimizer, by mesh; local, nothing is sent.
 
     ``release``: the bucket of gradient release that a parameter is in. ``asked``: arguments of what is called.
     ``every``: of all parameters, as for what sends something of each; not only of those whose updates are sent.
@@ -84,21 +85,24 @@ def facts_of(
         rule, name = rules[param], names[index]
         own = {"name": str(name and bare_name(name)), "trained": str(is_trained(store, param))}
         if rule.whole_matrices:
-            own |= {key: _spelled(group.get(key)) for key in rule.planned_options}
+            own |= {key: _spelled(group.get(key)) for key in rule.collective_keys}
             own |= {"in host memory": str(_is_offloaded(store, param, group)), "bucket": str(buckets.get(param))}
         elif not (every or needs_collective(param)):
             continue
         if release is not None:
             own["bucket of gradient release"] = str(release(param))
         own |= {"shape": str(tuple(param.shape)), "placements": _placed(param.placements)}
-        others = {key: _spelled(group.get(key)) for key in rule.shared_options}
+        others = {key: _spelled(group.get(key)) for key in rule.rank_uniform_keys}
         who = f"parameter {index} ({name!r})" if name else describe(param, index)
         shared[param.device_mesh].append(Entry(who, own, others))
     arguments = {name: _spelled(value) for name, value in (asked or {}).items()}
     whole = {"skip_nonfinite": str(store.settings.skip_nonfinite)}
     if not every:  # of param groups the first step alone sends something
         arguments["param groups"] = str(len(store.groups))
-    return {mesh: Facts([Entry("the optimizer", whole, arguments), *own], options) for mesh, own in shared.items()}
+    return {
+        mesh: CollectiveSignature([Entry("the optimizer", whole, arguments), *own], options)
+        for mesh, own in shared.items()
+    }
 
 
 @functools.lru_cache(maxsize=64)
@@ -111,7 +115,7 @@ def _with_groups(store: StateStore) -> Iterator[tuple[Tensor, Group]]:
 
 
 def is_trained(store: StateStore, param: Tensor) -> bool:
-    """Whether a step has a place for it, with a gradient or without."""
+    """True if steps count this parameter, with a gradient or without."""
     return param in store or not store.is_frozen(param)
 
 
@@ -123,7 +127,7 @@ def _is_offloaded(store: StateStore, param: Tensor, group: Group) -> bool:
 
 
 def _buckets_of_matrices(store: StateStore) -> dict[Tensor, int]:
-    """The bucket of each parameter that is updated as whole matrices: of those on its mesh, which one."""
+    """The number of the bucket, on its mesh, of each parameter that is updated as a whole matrix."""
     rules, parts = store.rules(), dict[tuple[torch.device, bool], dict[int, Tensor]]()
     for index, (param, group) in enumerate(_with_groups(store)):
         if rules[param].whole_matrices and is_trained(store, param):
@@ -139,7 +143,7 @@ def _buckets_of_matrices(store: StateStore) -> dict[Tensor, int]:
 
 
 def _spelled(value: Any) -> str:
-    """A value of a param group: the same text for what means the same."""
+    """The text of a param group's value: equal texts for equal meanings (1 and 1.0, lists and tuples)."""
     if isinstance(value, Tensor):
         value = value.tolist()
     if isinstance(value, Real) and not isinstance(value, bool | int):

@@ -20,7 +20,7 @@ from fused_optim.sharding.dtensor import local_tensor
 
 
 @dataclass(frozen=True)
-class NewValues:
+class WeightUpdate:
     """An ``Update`` without the parameter."""
 
     values: Tensor
@@ -46,13 +46,13 @@ class WeightUpdates:
 
     def __init__(self, weights: dict[int, Weight], seed: int) -> None:
         self._weights, self._seed = weights, seed
-        self._lasting: dict[int, NewValues] = {}  # of those with targets: at every step until they are put again
-        self._passing: dict[int, NewValues] = {}  # of this step
+        self._lasting: dict[int, WeightUpdate] = {}  # of those with targets: at every step until they are put again
+        self._passing: dict[int, WeightUpdate] = {}  # of this step
         # The last step's updates, as long as the same parameters are updated by the same ones.
         self._batches: list[Batch] | None = None
         self._batched = Identities(())
 
-    def put(self, index: int, values: NewValues, lasts: bool) -> None:
+    def put(self, index: int, values: WeightUpdate, lasts: bool) -> None:
         self._batches = None
         if lasts:
             self._lasting[index] = values
@@ -60,7 +60,7 @@ class WeightUpdates:
             self._lasting.pop(index, None)
             self._passing[index] = values
 
-    def let_go(self, index: int) -> None:
+    def drop_param(self, index: int) -> None:
         self._batches = None
         for kept in (self._weights, self._lasting, self._passing):
             kept.pop(index, None)

@@ -291,7 +291,7 @@ def test_no_capture_while_copies_are_under_way() -> None:
     optimizer.step()
     pending = copies.Copy(DEVICE, torch.cuda.Event(), [])  # whose end nobody has seen yet
     pending.done.record()
-    copies.announce(pending)
+    copies.register_save(pending)
     with pytest.raises(RuntimeError, match="a save is still copying"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         optimizer.step()
     copies.finish(pending)

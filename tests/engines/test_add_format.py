@@ -33,7 +33,7 @@ struct SignedCodec<Format::kToy8> {
         return block_scale(absmax, kSmallestSigned, scale, reciprocal(scale) * kTopNudge);
     }
     FUSED_OPTIM_HD static uint32_t encode(float m, float, float inverse, uint32_t u) {
-        float code = fused(clamp_top(fabsf(m) * inverse, 127.0f), 1.0f, bits_float(0x43800000u + (u >> 17)));
+        float code = fma(clamp_top(fabsf(m) * inverse, 127.0f), 1.0f, bits_float(0x43800000u + (u >> 17)));
         uint32_t magnitude = float_bits(code) >> 15 & 0xFFu;
         return m < 0.0f ? 0u - magnitude : magnitude;
     }
@@ -49,7 +49,7 @@ struct SquareCodec<Format::kToy8> {
         return block_scale(absmax, kSmallestSquare, divide(top, 255.0f), reciprocal(top) * kTopNudge);
     }
     FUSED_OPTIM_HD static uint32_t encode(float v, float, float inverse, uint32_t u) {
-        float code = fused(clamp_one(v * inverse), 255.0f, bits_float(0x43800000u + (u >> 17)));
+        float code = fma(clamp_one(v * inverse), 255.0f, bits_float(0x43800000u + (u >> 17)));
         return at_least_one(float_bits(code) >> 15 & 0xFFu, v);
     }
 };
@@ -72,7 +72,7 @@ class Toy8Codec:
     @staticmethod
     def encode_signed(m: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
         x = clamp_top(m.abs() * inverse, 127.0)
-        code = fused(x, 1.0, 256.0 + (u >> 17).float() * 2.0**-15).long() - 256
+        code = fma(x, 1.0, 256.0 + (u >> 17).float() * 2.0**-15).long() - 256
         return torch.where(m < 0, -code, code)
 
     @staticmethod
@@ -89,7 +89,7 @@ class Toy8Codec:
     def encode_square(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
         x = (v * inverse).nan_to_num(0.0).clamp(0.0, 1.0)
         threshold = 256.0 + (u >> 17).float() * 2.0**-15
-        return at_least_one(fused(x, 255.0, threshold).long() - 256, v > 0)
+        return at_least_one(fma(x, 255.0, threshold).long() - 256, v > 0)
 
     decode_square = decode_signed
 ''',

@@ -18,7 +18,7 @@ from cases import FLOAT_DTYPES, values
 from fused_optim.backends import load_engine
 from fused_optim.backends.compiled import run_on
 from fused_optim.backends.tables import Rule
-from fused_optim.formats.arithmetic import MASK32, fused
+from fused_optim.formats.arithmetic import MASK32, fma
 from fused_optim.formats.elements import ELEMENT_TYPES, ROTATING
 from fused_optim.formats.masters import Master, join_remainder, split_remainder
 from fused_optim.formats.rounding import GOLDEN_RATIO, master_rounding, rounding_bits
@@ -140,12 +140,12 @@ class Shard:
         momentum = decode_state(self.momentum, self.momentum_scale, Kind.SIGNED, self.fmt, self.block)
         grad = self.grad.float() * (-1.0 if group.maximize else 1.0)
         if not group.decoupled:
-            grad = fused(before, rounded(group.weight_decay), grad)
-        mixed = fused(momentum, rounded(group.beta1), rounded(1.0 - group.beta1) * grad)
-        momentum = fused(momentum, rounded(group.beta2), rounded(1.0 - group.beta2) * grad)
+            grad = fma(before, rounded(group.weight_decay), grad)
+        mixed = fma(momentum, rounded(group.beta1), rounded(1.0 - group.beta1) * grad)
+        momentum = fma(momentum, rounded(group.beta2), rounded(1.0 - group.beta2) * grad)
         sign = torch.where(mixed.isnan(), mixed, mixed.sign())
         decay = rounded(1.0 - group.lr * group.weight_decay) if group.decoupled else 1.0
-        after = fused(sign, -rounded(group.lr), before * decay)
+        after = fma(sign, -rounded(group.lr), before * decay)
         u = rounding_bits(KEY, self.elements, group.step * GOLDEN_RATIO & MASK32 if group.stochastic else None)
         bits, scale = encode_state(momentum, Kind.SIGNED, self.fmt, self.block, u)
         self.momentum.copy_(bits)

@@ -26,9 +26,9 @@ def described() -> Iterator[list[int]]:
     found: list[int] = []
     original = CompiledShards.set
 
-    def noted(self: CompiledShards, shard: int, work: object, watched: object) -> bool:
+    def noted(self: CompiledShards, shard: int, work: object, cached: object) -> bool:
         found.append(shard)
-        return original(self, shard, work, watched)  # type: ignore[arg-type]
+        return original(self, shard, work, cached)  # type: ignore[arg-type]
 
     with mock.patch.object(CompiledShards, "set", noted):
         yield found

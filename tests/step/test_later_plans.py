@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 import distributed
 from distributed import mesh, shard
 from fused_optim import FusedAdamW, FusedMuon
-from fused_optim.step import agreement, facts
+from fused_optim.step import agreement, signature
 
 SHORT = timedelta(seconds=2)
 
@@ -129,7 +129,7 @@ def digests_with_empty_shards() -> list[int]:
     counts = []
     for step in range(3):
         give(params, step)
-        with mock.patch.object(facts, "digest_of", wraps=facts.digest_of) as digested:
+        with mock.patch.object(signature, "digest_of", wraps=signature.digest_of) as digested:
             optimizer.step()
         counts.append(digested.call_count)
     return counts

@@ -167,7 +167,7 @@ def test_chunks_are_planned_while_others_are_under_way(engine: str) -> None:
     def noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: (events.append(name), method(*args))[1]
 
-    shards, link = offloaded.OffloadedShards, offloaded.Link
+    shards, link = offloaded.OffloadedShards, offloaded.HostTransfer
     with (
         offloading(1 << 10),
         mock.patch.object(shards, "_parts", noting("planned", shards._parts)),

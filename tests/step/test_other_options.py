@@ -468,7 +468,7 @@ def asked(change: str) -> tuple[list[int], int]:
     named = made()
     optimizer = FusedMuon(named, lr=0.1)
     counts = []
-    with mock.patch.object(plan, "facts_of", wraps=plan.facts_of) as described:
+    with mock.patch.object(plan, "signature_of", wraps=plan.signature_of) as described:
         for step in range(4):
             give(named, seed=step)
             if step == 2 and change == "momentum":

@@ -212,7 +212,7 @@ __device__ __forceinline__ void decode_words(float* values, const uint32_t* word
         for (int i = 0; i < kVector; ++i) {
             uint32_t word = is_signed ? words[i / 4] ^ 0x80808080u : words[i / 4];
             float code = bits_float(__byte_perm(word, 0x4B000000u, 0x7650u + i % 4));
-            values[i] = Codec::expand(fourfold_bits(fused(code, Codec::kUnit, zero)) * scale);
+            values[i] = Codec::expand(fourfold_bits(fma(code, Codec::kUnit, zero)) * scale);
         }
 #if __CUDA_ARCH__ >= 890
     } else if constexpr (Codec::format == Format::kFloat8) {

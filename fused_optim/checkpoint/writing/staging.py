@@ -101,7 +101,7 @@ class PinnedStager(AsyncStager):
             self._memory.give_back(buffers)
             raise
         for copy_ in underway:
-            copies.announce(copy_)
+            copies.register_save(copy_)
 
         def finish() -> dict[str, Any]:
             for copy_ in underway:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fused_optim.adapters import COMPARED, Place, Target, Update, equal_or_nan
+from fused_optim.adapters import COMPARED, FusedEncode, Place, Update, equal_or_nan
 from fused_optim.backends.compiled import increment_versions
 from fused_optim.memory.by_parameter import reference_to
 from fused_optim.quantized.recipes import Encoding, Recipe, as_matrix, codec, matrix_range, tiles
@@ -104,7 +104,7 @@ def needs_collective(param: Tensor) -> bool:
     return (local_weight(param).recipe.scales_whole_tensor and bool(sharding_dims(param))) or _shares_blocks(param)
 
 
-def target(param: Tensor) -> Target | None:
+def target(param: Tensor) -> FusedEncode | None:
     local = local_weight(param)
     kernel, parts = local.recipe.kernel, local.components
     if kernel is None:
@@ -115,8 +115,8 @@ def target(param: Tensor) -> Target | None:
     data, scale = parts["data"], parts["scale" if "scale" in parts else "tensor_scale"]
     fits = kernel.block is not None and data.shape[1] % kernel.block == 0
     if not (fits and codec.is_plain(data) and codec.is_plain(scale)):
-        return Target(kernel.format, kernel.round_up, None, None, measures, names, parts)
-    return Target(kernel.format, kernel.round_up, data, scale, measures, names, parts)
+        return FusedEncode(kernel.format, kernel.round_up, None, None, measures, names, parts)
+    return FusedEncode(kernel.format, kernel.round_up, data, scale, measures, names, parts)
 
 
 def batch(updates: Sequence[Update]) -> Batch:

@@ -26,7 +26,7 @@ from fused_optim.quantized.fp8.casts import Codes
 from fused_optim.quantized.fp8.kept import KeptWeight, quantized
 from fused_optim.quantized.fp8.linear import format_of, gradients_of, output_of
 from fused_optim.quantized.fp8.measured import Instead
-from fused_optim.quantized.fp8.products import NONE, InFP8, Product
+from fused_optim.quantized.fp8.products import NONE, Fp8Mask, Product
 from fused_optim.quantized.recipes import Recipe
 from fused_optim.quantized.tensor import QuantizedTensor, decoded
 
@@ -115,11 +115,11 @@ def _may_wait(x: Tensor) -> bool:
 
 def _way(
     recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...], instead: Instead
-) -> tuple[str | None, InFP8]:
+) -> tuple[str | None, Fp8Mask]:
     """How experts multiply in FP8, if at all, and which products, where all experts have about as many rows."""
     rows -= rows % (weight[0] * casts.BLOCK)  # numbers that suit no product are those of single experts
     reasons = [unsupported_reason(each, recipe, device, weight, rows, instead) for each in products.PRODUCTS]
-    in_fp8 = InFP8(*(reason is None for reason in reasons))
+    in_fp8 = Fp8Mask(*(reason is None for reason in reasons))
     if not in_fp8.output:
         return None, NONE
     return "grouped" if _is_grouped(recipe, device) else "one by one", in_fp8
@@ -232,7 +232,7 @@ def _groups(offsets: Tensor, rows: int, multiple: int) -> _Groups:
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: QuantizedTensor, offsets: Tensor, multiple_of: int, in_fp8: InFP8
+        ctx: Any, x: Tensor, weight: QuantizedTensor, offsets: Tensor, multiple_of: int, in_fp8: Fp8Mask
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         need_weight = ctx.needs_input_grad[1]
@@ -418,6 +418,6 @@ class _OneByOne(torch.autograd.Function):
         return torch.cat(all_of_x) if need_x else None, torch.stack(all_of_weight) if need_weight else None, None
 
 
-def _products_of(expert: QuantizedTensor, part: slice) -> InFP8:
+def _products_of(expert: QuantizedTensor, part: slice) -> Fp8Mask:
     rows = part.stop - part.start
     return products.products_in_fp8(expert.recipe, expert.device, rows, expert.weight_shape) if rows else NONE

@@ -28,7 +28,7 @@ from fused_optim.quantized.fp8.decoded import decoded_linear
 from fused_optim.quantized.fp8.delayed import HISTORY, Histories, cast_both
 from fused_optim.quantized.fp8.kept import KeptWeight, kept_weight, quantized
 from fused_optim.quantized.fp8.measured import Instead
-from fused_optim.quantized.fp8.products import InFP8
+from fused_optim.quantized.fp8.products import Fp8Mask
 from fused_optim.quantized.recipes import ProductFormat
 from fused_optim.quantized.tensor import Args, Kwargs, QuantizedTensor, decoded, implements
 from fused_optim.sharding.dtensor import local_tensor
@@ -161,7 +161,7 @@ def _dispatched(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     return linear(*args, **kwargs)
 
 
-def _products_in_fp8(x: Tensor, weight: QuantizedTensor | KeptWeight, bias: Tensor | None) -> InFP8 | None:
+def _products_in_fp8(x: Tensor, weight: QuantizedTensor | KeptWeight, bias: Tensor | None) -> Fp8Mask | None:
     """None where torch does it all."""
     if (isinstance(weight, QuantizedTensor) and weight.is_rearranged) or not products.fits(x, weight):
         return None
@@ -176,7 +176,7 @@ def output_of(
     x: Tensor,
     weight: QuantizedTensor,
     bias: Tensor | None,
-    in_fp8: InFP8,
+    in_fp8: Fp8Mask,
     histories: Histories | None,
     keep: bool,
 ) -> tuple[Tensor, Codes | None]:
@@ -200,7 +200,7 @@ def gradients_of(
     kept: Codes | None,
     x: Tensor | None,
     need_x: bool,
-    in_fp8: InFP8,
+    in_fp8: Fp8Mask,
     histories: Histories | None,
     format: ProductFormat,
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -235,7 +235,7 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         weight: QuantizedTensor,
         bias: Tensor | None,
-        in_fp8: InFP8,
+        in_fp8: Fp8Mask,
         histories: Histories | None,
     ) -> Tensor:
         ctx.set_materialize_grads(False)

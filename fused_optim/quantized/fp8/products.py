@@ -59,7 +59,7 @@ NEEDS: dict[Scaling, Needs] = {
 }
 
 
-class InFP8(NamedTuple):
+class Fp8Mask(NamedTuple):
     """Which products run in FP8."""
 
     output: bool
@@ -67,7 +67,7 @@ class InFP8(NamedTuple):
     weight_gradient: bool
 
 
-NONE = InFP8(False, False, False)
+NONE = Fp8Mask(False, False, False)
 
 
 # --- what can run -----------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def _unsupported_reason(product: Product, format: ProductFormat, rows: int, weig
 
 def products_in_fp8(
     recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...], instead: Instead = "decoded"
-) -> InFP8:
+) -> Fp8Mask:
     """``instead``: how the others are computed, which ``compute="auto"`` compares times with."""
     if recipe.products is None:
         return NONE
@@ -157,12 +157,12 @@ def products_in_fp8(
 
 def _products_in_fp8(
     format: ProductFormat, device: torch.device, rows: int, weight: tuple[int, ...], instead: Instead
-) -> InFP8:
+) -> Fp8Mask:
     if device_unsupported_reason(device, format) is not None or len(weight) != 2:
         return NONE
     if slower_reason(format, device, rows, weight, instead) is not None:
         return NONE
-    return InFP8(*(_unsupported_reason(product, format, rows, weight) is None for product in PRODUCTS))
+    return Fp8Mask(*(_unsupported_reason(product, format, rows, weight) is None for product in PRODUCTS))
 
 
 def slower_reason(
