@@ -187,7 +187,7 @@ def around_boundaries(dtype: torch.dtype, state: str, ulps: int = 3) -> Tensor:
         middles = (levels[1:] + levels[:-1]) / 2
     else:
         code = next(fmt.moment(state).code for fmt in FORMATS if fmt.dtype == dtype)
-        coded = code.coded(code.value(code.coded(1.0, 1.0), 1.0) * (code.levels / code.levels[-1]) ** code.root, 1.0)
+        coded = code.coded((code.levels / code.levels[-1]) ** code.root, 1.0)
         middles = code.value((coded[1:] + coded[:-1]) / 2, 1.0)
     parts = torch.from_numpy(middles[::-1].copy()).float().view(-1, 1)
     steps = torch.arange(-ulps, ulps + 1, dtype=torch.int32)

@@ -159,9 +159,9 @@ class TaperedCode(BlockCode):
 
     def _place(self, y: Array) -> Array:
         exponent = np.floor(np.log2(np.maximum(y, 2.0**-120)))
-        eighths = (exponent - 1 + y / np.exp2(exponent) - 1) / 4  # exponent 1 is where the highest four begin
-        whole = np.floor(eighths)
-        return np.where(np.asarray(y) > 0, np.exp2(whole + self.bits + 2) * (1 + eighths - whole), 0.0)
+        fours = (exponent - 1 + y / np.exp2(exponent) - 1) / 4  # exponent 1 is where the highest four begin
+        whole = np.floor(fours)
+        return np.where(np.asarray(y) > 0, np.exp2(whole + self.bits + 2) * (1 + fours - whole), 0.0)
 
     def _level(self, place: Array) -> Array:
         exponent = np.floor(np.log2(np.maximum(place, 2.0**-20)))

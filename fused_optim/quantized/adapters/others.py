@@ -131,7 +131,7 @@ def is_master(param: Tensor, master: Tensor, written: Tensor) -> Tensor:
 
 
 def _smallest_step(local: Tensor, written: Tensor) -> float:
-    """The distance of E4M3's numbers next to 0, if all of a weight has one scale: of what is coded and decoded."""
+    """The distance between E4M3's numbers next to 0, in units of the weight; 0.0 unless all codes have one scale."""
     found = codes(local)
     if found is None or found.dtype != torch.uint8 or found.shape != written.shape:
         return 0.0
