@@ -16,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,25 +35,20 @@ TAG = sys.implementation.cache_tag
 # Bit-exactness is the contract: every instruction set and every GPU gives the same bits. So never -ffast-math, and no
 # contraction of a * b + c into one rounding. The other two only give up side effects: errno and exception flags.
 EXACT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-INCLUDE = f"-I{SOURCES}"
-CXX_FLAGS = ["-O3", "-std=c++17", INCLUDE, "-fPIC", "-fvisibility=hidden", *EXACT, "-pthread", "-Wall"]
+GENERATED = BUILD / "rules"
+INCLUDES = [f"-I{SOURCES}", f"-I{GENERATED}"]
+CXX_FLAGS = ["-O3", "-std=c++17", *INCLUDES, "-fPIC", "-fvisibility=hidden", *EXACT, "-pthread", "-Wall"]
 AVX2 = ["-mavx2", "-mf16c", "-mfma"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 HOST_FLAGS = ",".join(["-fPIC", "-fvisibility=hidden", *EXACT, "-Wall"])
-NVCC_FLAGS = ["-O3", "-std=c++17", INCLUDE, "--fmad=false", f"-Xcompiler={HOST_FLAGS}", "-Xfatbin=-compress-all"]
+NVCC_FLAGS = ["-O3", "-std=c++17", *INCLUDES, "--fmad=false", f"-Xcompiler={HOST_FLAGS}", "-Xfatbin=-compress-all"]
 NVCC_FLAGS += ["--threads=0"]
 OLDEST_ARCH = 80  # has BF16 conversions; torch updates parameters on older GPUs
 DEFAULT_ARCHS = {"80", "90", "100"}  # later ones compile the newest PTX
 # The code asks for no more than "8.9 or later". So from 9.0 on all architectures share one PTX, which is compiled once.
 PTX_ARCHS = (80, 89, 90)
-# By update rule: formats of states whose combinations have kernels of their own. FP32 stands for all without scales. As
-# in kernels.h.
-OWN_KERNELS = {
-    "kAdam": ("kFloat32", "kFloat16", "kFloat8", "kInt8"),
-    "kLion": ("kFloat32", "kFloat8", "kInt8"),
-    "kMuon": ("kFloat32", "kFloat8", "kInt8"),
-    "kDescent": ("kFloat32",),
-}
+RULES = Path("fused_optim/rules.toml")
+FORMATS = {"float32": "kFloat32", "float16": "kFloat16", "float8_e4m3fn": "kFloat8", "int8": "kInt8"}  # as in table.h
 
 
 class Unavailable(Exception):
@@ -67,6 +63,71 @@ class Engine:
     details: dict[str, list[str]]
     objects: dict[str, tuple[Path, list[str]]]
     link: list[str]
+
+
+@dataclass
+class Rule:
+    """An update rule as C++ has it; see fused_optim/rules.toml."""
+
+    name: str
+    header: str
+    kinds: list[str]
+    hyperparameters: list[str]
+    own_kernels: list[str]
+    reads_param: bool
+
+    @property
+    def enumerator(self) -> str:
+        return "k" + "".join(part.capitalize() for part in self.name.split("_"))
+
+
+def read_rules() -> list[Rule]:
+    """The package's update rules, and those of the file that FUSED_OPTIM_RULES names."""
+    added = os.environ.get("FUSED_OPTIM_RULES")
+    rules = []
+    for file in [RULES, *([Path(added).absolute()] if added else [])]:
+        for name, row in tomllib.loads(file.read_text()).items():
+            header = row["header"] if file == RULES else str(file.with_name(row["header"]))
+            kinds = [f"StateKind::k{state['kind'].capitalize()}" for state in row.get("states", [])]
+            formats = [FORMATS[each] for each in row.get("own_kernels", ["float32"])]
+            rules.append(Rule(name, header, kinds, row["hyperparameters"], formats, row.get("reads_param", True)))
+    return rules
+
+
+def write_rules(rules: list[Rule], folder: Path) -> None:
+    """The headers that csrc/ includes as rules_table.h and rules_headers.h, made of the tables of rules."""
+
+    def listed(name: str, rows: list[str]) -> str:
+        return f"#define {name}(ROW) " + " \\\n    ".join(["", *rows]) + "\n"
+
+    def row(rule: Rule) -> str:
+        numbers = ", ".join(f'"{number}"' for number in rule.hyperparameters)
+        reads = str(rule.reads_param).lower()
+        return f'ROW({rule.enumerator}, "{rule.name}", ({", ".join(rule.kinds)}), ({numbers}), {reads})'
+
+    def own(rule: Rule) -> str:
+        return f"ROW({rule.enumerator}, {', '.join(f'Format::{each}' for each in rule.own_kernels)})"
+
+    def fields(rule: Rule) -> str:
+        return " ".join(f"double {number};" for number in rule.hyperparameters)
+
+    table = [
+        "// Made by setup.py of fused_optim/rules.toml.\n#pragma once\n",
+        "// enumerator, name, kinds of states, names of hyperparameters, whether the update reads the parameter",
+        listed("FUSED_OPTIM_RULES", [row(rule) for rule in rules]),
+        "// enumerator, fields of a struct of the hyperparameters",
+        listed("FUSED_OPTIM_HYPERPARAMETERS", [f"ROW({rule.enumerator}, {fields(rule)})" for rule in rules]),
+        "// enumerator, formats that have kernels of their own",
+        listed("FUSED_OPTIM_OWN_KERNELS", [own(rule) for rule in rules]),
+        f"#define FUSED_OPTIM_MAX_STATES {max(len(rule.kinds) for rule in rules)}",
+        f"#define FUSED_OPTIM_MAX_HYPERPARAMETERS {max(len(rule.hyperparameters) for rule in rules)}\n",
+    ]
+    headers = ["#pragma once\n", *dict.fromkeys(f'#include "{rule.header}"' for rule in rules), ""]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lines in {"rules_table.h": table, "rules_headers.h": headers}.items():
+        path, text = folder / name, "\n".join(lines)
+        if not path.exists() or path.read_text() != text:  # else every object would be stale
+            path.write_text(text)
 
 
 def plan_cpu(cxx: str) -> Engine:
@@ -103,15 +164,16 @@ def plan_cuda(cxx: str) -> Engine:
     archs = cuda_archs(nvcc)
     include, library = cuda_folders(nvcc, cxx)
     compile_kernels = [nvcc, f"-ccbin={cxx}", *NVCC_FLAGS, *codes_of(archs)]
+    own_kernels = {rule.enumerator: rule.own_kernels for rule in read_rules()}
     one, any_of_them = SOURCES / "cuda/one_combination.cu", SOURCES / "cuda/any_combination.cu"
     objects = {
         f"bindings.{TAG}": bindings("cuda", cxx, f"-isystem{include}"),
         **{
             f"kernels_{rule}_{own}": (one, [*of_rule(compile_kernels, rule), f"-DFUSED_OPTIM_FORMAT={own}"])
-            for rule, formats in OWN_KERNELS.items()
+            for rule, formats in own_kernels.items()
             for own in formats
         },
-        **{f"kernel_any_{rule}": (any_of_them, of_rule(compile_kernels, rule)) for rule in OWN_KERNELS},
+        **{f"kernel_any_{rule}": (any_of_them, of_rule(compile_kernels, rule)) for rule in own_kernels},
         "apply": (SOURCES / "cuda/apply.cu", compile_kernels),
         "norm": (SOURCES / "cuda/norm.cu", compile_kernels),
         "quantize": (SOURCES / "cuda/quantize.cu", compile_kernels),
@@ -295,6 +357,7 @@ class BuildEngines(build_ext):
 
     def run(self) -> None:
         self.info().parent.mkdir(parents=True, exist_ok=True)
+        write_rules(read_rules(), GENERATED)
         with ThreadPoolExecutor() as pool:  # side by side: what one engine compiles last leaves processors to the other
             entries = dict(zip(PLANS, pool.map(build, PLANS, map(self.target, PLANS))))
         self.info().write_text(json.dumps(entries, indent=2) + "\n")

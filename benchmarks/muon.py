@@ -25,7 +25,7 @@ from fused_optim import FusedMuon
 from fused_optim.backends.products import Products, TorchProducts, fast_products
 from fused_optim.matrices.gram import orthogonalized_together
 from fused_optim.matrices.newton_schulz import coefficients_of, orthogonalized
-from fused_optim.rule import Orthogonalization
+from fused_optim.rules import Orthogonalization
 from muon_owners import layer
 from step import copy_bandwidth, machine, timed, write
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fused_optim import FusedAdamW, FusedMuon, muon_param_groups
 from fused_optim.matrices.newton_schulz import coefficients_of, orthogonalized
-from fused_optim.rule import Orthogonalization
+from fused_optim.rules import Orthogonalization
 from step import machine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

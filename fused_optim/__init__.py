@@ -14,6 +14,7 @@ _IS_COMMAND = sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == __name
 if not _IS_COMMAND:
     from fused_optim import rebuild as _rebuild  # noqa: F401  for torch.load of quantized weights
     from fused_optim.adam import FusedAdam, FusedAdamW
+    from fused_optim.ademamix import FusedAdEMAMix
     from fused_optim.checkpoint.reading.load import LoadReport, load_optimizer_checkpoint
     from fused_optim.checkpoint.storage.checksums import verify_checksums, write_checksums
     from fused_optim.checkpoint.writing.export import export_optimizer_checkpoint
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 __all__ = [
+    "FusedAdEMAMix",
     "FusedAdam",
     "FusedAdamW",
     "FusedLion",

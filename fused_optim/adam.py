@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fused_optim.backends.tables import Rule as RuleNumber
 from fused_optim.decorators import between_graphs
 from fused_optim.formats.arithmetic import flush_denormals, fma, sqrt
-from fused_optim.formats.states import Kind
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import check_decay_rates, check_differentiable, check_number
 from fused_optim.options.reading import (
@@ -25,101 +23,80 @@ from fused_optim.options.reading import (
     reads_arguments,
     shows_options_of,
 )
-from fused_optim.rule import Hyper, OneRule, StateSpec, Update, float32, integer_power
+from fused_optim.rules import ADAM, Rule, Scalars, averaging, integer_power
 
-EXP_AVG = StateSpec("exp_avg", Kind.SIGNED, "exp_avg_dtype")
-EXP_AVG_SQ = StateSpec("exp_avg_sq", Kind.SQUARE, "exp_avg_sq_dtype")
-ADAM_STATES = (EXP_AVG, EXP_AVG_SQ)
+EXP_AVG, EXP_AVG_SQ = ADAM.states
 MOMENTS = (EXP_AVG.name, EXP_AVG_SQ.name)
 LEAST_SQUARE = 2.0**-120  # below it a block of second moments is stored as 0; FP32's and BF16's from 2^-126 on
 
 
-@dataclass(frozen=True)
-class AdamScalars:
-    """What the update of an element reads; every float is rounded to FP32."""
+def average_square(average: Tensor, grad: Tensor, beta: float, one_minus_beta: float) -> Tensor:
+    """``beta * average + one_minus_beta * grad**2``, with denormal terms and results as 0; all FP32."""
+    return flush_denormals(fma(one_minus_beta * grad, grad, flush_denormals(beta * average)))
 
-    grad_factor: float
-    beta1: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    inverse_sqrt_correction2: float
-    eps: float
-    step_size: float
-    decay: float
-    l2_penalty: float
+
+def check_eps(eps: float, beta2: float) -> None:
+    """Raise TypeError for what is no number, and ValueError for an eps that stored second moments are too coarse for.
+
+    Stored second moments below ``LEAST_SQUARE`` may be 0. So a root of at most ``sqrt(LEAST_SQUARE / (1 - beta2))`` is
+    lost, the bias correction included, and beside an eps of that no step becomes more than twice as large.
+    """
+    check_number("eps", eps)
+    if eps * eps * (1.0 - beta2) < LEAST_SQUARE:
+        least = math.sqrt(LEAST_SQUARE / (1.0 - beta2))
+        raise ValueError(
+            f"eps: expected at least {least:.1e} where betas[1] is {beta2}, got {eps}: smaller roots of second "
+            "moments are kept as 0, so that steps would be divided by eps alone"
+        )
 
 
 @dataclass
-class Adam(OneRule):
+class Adam(Rule):
     """The update rule of Adam (Kingma & Ba, 2015) and AdamW (Loshchilov & Hutter, 2019)."""
 
+    spec = ADAM
+    repr_keys = ("betas", "eps")
     adam_w_mode: bool = True
 
-    code: int = field(default=RuleNumber.ADAM, init=False)
-    states: tuple[StateSpec, ...] = field(default=ADAM_STATES, init=False)
-    shown: tuple[str, ...] = field(default=("betas", "eps"), init=False)
-    has_torch_form: bool = field(default=True, init=False)
+    @property
+    def decoupled(self) -> bool:
+        return self.adam_w_mode
 
     @property
     def options(self) -> dict[str, Any]:
         return {"adam_w_mode": self.adam_w_mode}
 
     def check(self, group: Mapping[str, Any]) -> None:
-        check_number("eps", group["eps"])
         check_decay_rates(group["betas"])
-        # Stored second moments below LEAST_SQUARE may be 0. So a root of at most sqrt(LEAST_SQUARE / (1 - beta2)) is
-        # lost, the bias correction included, and beside an eps of that no step becomes more than twice as large.
-        beta2, eps = group["betas"][1], group["eps"]
-        if eps * eps * (1.0 - beta2) < LEAST_SQUARE:
-            least = math.sqrt(LEAST_SQUARE / (1.0 - beta2))
-            raise ValueError(
-                f"eps: expected at least {least:.1e} where betas[1] is {beta2}, got {eps}: smaller roots of second "
-                "moments are kept as 0, so that steps would be divided by eps alone"
-            )
+        check_eps(group["eps"], group["betas"][1])
         if group.get("amsgrad"):
             raise ValueError("amsgrad=True is not supported: use torch.optim.AdamW(amsgrad=True), or amsgrad=False")
 
-    def numbers(self, group: Mapping[str, Any]) -> dict[str, Any]:
+    def hyperparameters(self, group: Mapping[str, Any]) -> dict[str, float]:
+        beta1, beta2 = map(float, group["betas"])
         return {
-            "beta1": float(group["betas"][0]),
-            "beta2": float(group["betas"][1]),
+            "beta1": beta1,
+            "beta2": beta2,
             "eps": float(group["eps"]),
-            "adam_w": self.adam_w_mode,
-            "bias_correction": group["bias_correction"],
+            "bias_correction": float(group["bias_correction"]),
         }
 
-    def derive(self, hyper: Hyper, lr: float, step: int, grad_factor: float) -> AdamScalars:
-        """Bias corrections and step size in double precision, then rounded to FP32."""
-        correction1 = 1.0 - integer_power(hyper.beta1, step) if hyper.bias_correction else 1.0
-        correction2 = 1.0 - integer_power(hyper.beta2, step) if hyper.bias_correction else 1.0
-        return AdamScalars(
-            grad_factor=float32(grad_factor),
-            beta1=float32(hyper.beta1),
-            one_minus_beta1=float32(1.0 - hyper.beta1),
-            beta2=float32(hyper.beta2),
-            one_minus_beta2=float32(1.0 - hyper.beta2),
-            inverse_sqrt_correction2=float32(1.0 / math.sqrt(correction2)),
-            eps=float32(hyper.eps),
-            step_size=float32(lr / correction1),
-            decay=float32(1.0 - lr * hyper.weight_decay) if hyper.adam_w else 1.0,
-            l2_penalty=0.0 if hyper.adam_w else float32(hyper.weight_decay),
-        )
+    def scalars(self, values: Mapping[str, float], lr: float, step: int) -> tuple[float, dict[str, float]]:
+        beta1, beta2, corrects = values["beta1"], values["beta2"], values["bias_correction"] != 0.0
+        correction1 = 1.0 - integer_power(beta1, step) if corrects else 1.0
+        correction2 = 1.0 - integer_power(beta2, step) if corrects else 1.0
+        return lr / correction1, {
+            **averaging(beta1, beta2),
+            "inverse_sqrt_correction2": 1.0 / math.sqrt(correction2),
+            "eps": values["eps"],
+        }
 
-    def update(self, scalars: AdamScalars) -> Update:
-        s = scalars
-
-        def update(grad: Tensor, param: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-            m, v = states
-            grad = grad * s.grad_factor
-            if s.l2_penalty != 0.0:
-                grad = fma(param, s.l2_penalty, grad)
-            m = fma(m, s.beta1, s.one_minus_beta1 * grad)
-            v = flush_denormals(fma(s.one_minus_beta2 * grad, grad, flush_denormals(s.beta2 * v)))
-            denominator = fma(sqrt(v), s.inverse_sqrt_correction2, s.eps)
-            return fma(m / denominator, -s.step_size, param * s.decay), [m, v]
-
-        return update
+    def step(self, grad: Tensor, param: Tensor, states: list[Tensor], s: Scalars) -> tuple[Tensor, list[Tensor]]:
+        exp_avg, exp_avg_sq = states
+        exp_avg = fma(exp_avg, s.own.beta1, s.own.one_minus_beta1 * grad)
+        exp_avg_sq = average_square(exp_avg_sq, grad, s.own.beta2, s.own.one_minus_beta2)
+        denominator = fma(sqrt(exp_avg_sq), s.own.inverse_sqrt_correction2, s.own.eps)
+        return fma(exp_avg / denominator, -s.step_size, param * s.decay), [exp_avg, exp_avg_sq]
 
 
 class FusedAdam(ShardedOptimizer):

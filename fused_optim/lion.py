@@ -3,54 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fused_optim.backends.tables import Rule as RuleNumber
 from fused_optim.decorators import between_graphs
 from fused_optim.formats.arithmetic import fma
-from fused_optim.formats.states import Kind
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import check_decay_rates, check_differentiable
 from fused_optim.options.reading import SharedOptions, check_names, flag_of
-from fused_optim.rule import Hyper, LinearScalars, OneRule, StateSpec, Update
+from fused_optim.rules import LION, Rule, Scalars, averaging
 
-EXP_AVG = StateSpec("exp_avg", Kind.SIGNED, "exp_avg_dtype")
+(EXP_AVG,) = LION.states
 
 
 @dataclass
-class Lion(OneRule):
+class Lion(Rule):
     """The update rule of Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023)."""
 
-    code: int = field(default=RuleNumber.LION, init=False)
-    states: tuple[StateSpec, ...] = field(default=(EXP_AVG,), init=False)
-    shown: tuple[str, ...] = field(default=("betas",), init=False)
+    spec = LION
+    repr_keys = ("betas",)
 
     def check(self, group: Mapping[str, Any]) -> None:
         check_decay_rates(group["betas"])
 
-    def numbers(self, group: Mapping[str, Any]) -> dict[str, Any]:
+    def hyperparameters(self, group: Mapping[str, Any]) -> dict[str, float]:
         beta1, beta2 = map(float, group["betas"])
-        return {"beta1": beta1, "beta2": beta2, "eps": 0.0, "adam_w": True, "bias_correction": False}
+        return {"beta1": beta1, "beta2": beta2}
 
-    def derive(self, hyper: Hyper, lr: float, step: int, grad_factor: float) -> LinearScalars:
-        return LinearScalars.of(hyper, lr, grad_factor)
+    def scalars(self, values: Mapping[str, float], lr: float, step: int) -> tuple[float, dict[str, float]]:
+        return lr, averaging(values["beta1"], values["beta2"])
 
-    def update(self, scalars: LinearScalars) -> Update:
-        s = scalars
-
-        def update(grad: Tensor, param: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-            (m,) = states
-            grad = grad * s.grad_factor
-            mixed = fma(m, s.beta1, s.one_minus_beta1 * grad)
-            direction = torch.where(mixed.isnan(), mixed, mixed.sign())  # torch's sign of NaN is 0
-            return fma(direction, -s.step_size, param * s.decay), [fma(m, s.beta2, s.one_minus_beta2 * grad)]
-
-        return update
+    def step(self, grad: Tensor, param: Tensor, states: list[Tensor], s: Scalars) -> tuple[Tensor, list[Tensor]]:
+        (exp_avg,) = states
+        mixed = fma(exp_avg, s.own.beta1, s.own.one_minus_beta1 * grad)
+        direction = torch.where(mixed.isnan(), mixed, mixed.sign())  # torch's sign of NaN is 0
+        exp_avg = fma(exp_avg, s.own.beta2, s.own.one_minus_beta2 * grad)
+        return fma(direction, -s.step_size, param * s.decay), [exp_avg]
 
 
 class FusedLion(ShardedOptimizer):

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fused_optim.adam import EXP_AVG, EXP_AVG_SQ, Adam
-from fused_optim.backends.tables import Rule as RuleNumber
 from fused_optim.decorators import between_graphs, between_steps
 from fused_optim.formats.dtypes import as_dtype
 from fused_optim.formats.elements import ELEMENT_TYPES
@@ -21,7 +20,7 @@ from fused_optim.matrices.passes import MOMENTUM_BUFFER, MomentumPass
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import check_differentiable, check_number, whole_number
 from fused_optim.options.reading import MuonOptions, check_names, flag_of
-from fused_optim.rule import Orthogonalization, Rule, StateSpec
+from fused_optim.rules import MUON, Orthogonalization, Rule
 
 ALGORITHM = "algorithm"  # of a param group: a key of `MuonWithAdamW.rules`
 # Hyperparameters of param groups that one of the two algorithms has alone.
@@ -46,11 +45,11 @@ _SCALES = {None: _original, "original": _original, "match_rms_adamw": _match_rms
 class Muon(MomentumPass):
     """The update rule of Muon (Jordan et al., 2024), as torch.optim.Muon has it."""
 
-    shown: tuple[str, ...] = field(default=("momentum", "nesterov", "ns_steps"), init=False)
-    whole_matrices: bool = field(default=True, init=False)
-    needs_step: bool = field(default=False, init=False)  # torch.optim.Muon counts none
-    collective_keys: tuple[str, ...] = field(default=("splits", "ns_dtype"), init=False)
-    rank_uniform_keys: tuple[str, ...] = field(default=(*_HOW, MOMENTUM_BUFFER.option), init=False)
+    repr_keys = ("momentum", "nesterov", "ns_steps")
+    whole_matrices = True
+    needs_step = False  # torch.optim.Muon counts none
+    collective_keys = ("splits", "ns_dtype")
+    rank_uniform_keys = (*_HOW, MOMENTUM_BUFFER.option)
 
     def problem_of(self, param: Tensor, group: Mapping[str, Any]) -> str:
         if param.dim() not in (2, 3):
@@ -79,24 +78,20 @@ class Muon(MomentumPass):
         for rows in group["splits"] or ():
             whole_number("splits", rows, 1)
 
-    def numbers(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        momentum, dtype = float(group["momentum"]), as_dtype(group["ns_dtype"])
+    def hyperparameters(self, group: Mapping[str, Any]) -> dict[str, float]:
+        return super().hyperparameters({**group, "nesterov": flag_of("nesterov", group["nesterov"])})
+
+    def orthogonalization(self, group: Mapping[str, Any]) -> Orthogonalization:
+        dtype = as_dtype(group["ns_dtype"])
         assert dtype is not None
-        return {
-            "beta1": momentum,
-            "beta2": momentum if flag_of("nesterov", group["nesterov"]) else 1.0,
-            "eps": 0.0,
-            "adam_w": True,
-            "bias_correction": False,
-            "orthogonalization": Orthogonalization(
-                coefficients=coefficients_of(group["ns_coefficients"], group["ns_steps"]),
-                eps=float(group["eps"]),
-                dtype=dtype,
-                scale=_SCALES[group["adjust_lr_fn"]],
-                splits=tuple(group["splits"] or ()),
-                rotates=as_dtype(group[MOMENTUM_BUFFER.option]) != torch.float32,
-            ),
-        }
+        return Orthogonalization(
+            coefficients=coefficients_of(group["ns_coefficients"], group["ns_steps"]),
+            eps=float(group["eps"]),
+            dtype=dtype,
+            scale=_SCALES[group["adjust_lr_fn"]],
+            splits=tuple(group["splits"] or ()),
+            rotates=as_dtype(group[MOMENTUM_BUFFER.option]) != torch.float32,
+        )
 
 
 @dataclass
@@ -111,10 +106,10 @@ class MuonWithAdamW:
     muon: Muon = field(default_factory=Muon)
     adamw: Adam = field(default_factory=Adam)
 
-    code: int = field(default=RuleNumber.MUON, init=False)
-    states: tuple[StateSpec, ...] = field(default=(MOMENTUM_BUFFER, EXP_AVG, EXP_AVG_SQ), init=False)
-    shown: tuple[str, ...] = field(default=("momentum", "nesterov", "ns_steps", "betas", "eps"), init=False)
-    has_torch_form: bool = field(default=False, init=False)
+    name = MUON.name
+    states = (MOMENTUM_BUFFER, EXP_AVG, EXP_AVG_SQ)
+    repr_keys = ("momentum", "nesterov", "ns_steps", "betas", "eps")
+    has_torch_form = False
 
     @property
     def options(self) -> dict[str, Any]:

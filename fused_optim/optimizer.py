@@ -37,7 +37,7 @@ from fused_optim.options.reading import (
 )
 from fused_optim.options.settings import Setting, Settings
 from fused_optim.publishing import Publisher
-from fused_optim.rule import Rules
+from fused_optim.rules import Rules
 from fused_optim.sharding.collective import failing_together, parameter_names
 from fused_optim.state import state_dict as forms
 from fused_optim.state import torch_form

@@ -14,9 +14,9 @@ import fused_optim
 # Files and folders of fused_optim/ from the ground up; some room by room, their own ``__init__`` last.
 # docs/development.md says what each is for.
 ROOMS = """
-torch_versions decorators optional wire roles formats rule sharding adapters memory backends matrices options
+torch_versions decorators optional wire roles formats rules sharding adapters memory backends matrices options
 quantized.recipes quantized.tensor quantized.adapters quantized.fp8 quantized.model quantized.files
-quantized.__init__ rebuild state step publishing optimizer adam lion muon muon_groups known_rules release
+quantized.__init__ rebuild state step publishing optimizer adam ademamix lion muon muon_groups release
 checkpoint.storage checkpoint.reading checkpoint.writing checkpoint.termination checkpoint.collect checkpoint.extras
 checkpoint.random_states checkpoint.saves checkpoint.loads checkpoint.checkpointer
 checkpoint.__init__ compat integrations __init__ tools __main__
@@ -74,12 +74,12 @@ def test_imports_point_downwards() -> None:
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({"rule": "from fused_optim.adam import X", "adam": ""}, "rule imports adam, which is above it"),
+        ({"rules": "from fused_optim.adam import X", "adam": ""}, "rules imports adam, which is above it"),
         (
-            {"rule": "def f():\n    import fused_optim.step.plan", "step/plan": ""},
-            "rule imports step.plan, which is above",
+            {"rules": "def f():\n    import fused_optim.step.plan", "step/plan": ""},
+            "rules imports step.plan, which is above",
         ),
-        ({"rule": "from fused_optim import X"}, "rule imports __init__, which is above it"),
+        ({"rules": "from fused_optim import X"}, "rules imports __init__, which is above it"),
         ({"step/a": "from fused_optim.step import b", "step/b": "import fused_optim.step.a"}, "a circle: step."),
         ({"cellar": ""}, "cellar has no room"),
     ],

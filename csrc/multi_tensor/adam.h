@@ -9,21 +9,34 @@ namespace fused_optim {
 // States: the first moment, and the second.
 template <>
 struct Update<Rule::kAdam> {
-    FUSED_OPTIM_HD static void correct(Scalars& s, const Hyper& hyper, double lr, int64_t step) {
-        double correction1 = hyper.bias_correction ? 1.0 - integer_power(hyper.beta1, step) : 1.0;
-        double correction2 = hyper.bias_correction ? 1.0 - integer_power(hyper.beta2, step) : 1.0;
-        s.inverse_sqrt_correction2 = static_cast<float>(1.0 / sqrt(correction2));
-        s.step_size = static_cast<float>(lr / correction1);
+    using S = Scalars<Rule::kAdam>;
+    struct Own {
+        float beta1, one_minus_beta1, beta2, one_minus_beta2;
+        float inverse_sqrt_correction2;  // roots are multiplied by it
+        float eps;
+    };
+
+    FUSED_OPTIM_HD static double derive(Own& own, const Hyperparameters<Rule::kAdam>& h, double lr, int64_t step) {
+        const bool corrects = h.bias_correction != 0.0;
+        double correction1 = corrects ? 1.0 - integer_power(h.beta1, step) : 1.0;
+        double correction2 = corrects ? 1.0 - integer_power(h.beta2, step) : 1.0;
+        own.beta1 = static_cast<float>(h.beta1);
+        own.one_minus_beta1 = static_cast<float>(1.0 - h.beta1);
+        own.beta2 = static_cast<float>(h.beta2);
+        own.one_minus_beta2 = static_cast<float>(1.0 - h.beta2);
+        own.inverse_sqrt_correction2 = static_cast<float>(1.0 / sqrt(correction2));
+        own.eps = static_cast<float>(h.eps);
+        return lr / correction1;
     }
 
-    FUSED_OPTIM_HD static float advance(float grad, float (&states)[2], const Scalars& s) {
-        states[0] = fma(s.beta1, states[0], s.one_minus_beta1 * grad);
-        states[1] = fma_ftz(s.one_minus_beta2 * grad, grad, mul_ftz(s.beta2, states[1]));
+    FUSED_OPTIM_HD static float advance(float grad, float (&states)[2], const S& s) {
+        states[0] = fma(s.own.beta1, states[0], s.own.one_minus_beta1 * grad);
+        states[1] = fma_ftz(s.own.one_minus_beta2 * grad, grad, mul_ftz(s.own.beta2, states[1]));
         return states[0];
     }
 
-    FUSED_OPTIM_HD static float next_param(float param, float direction, float root, const Scalars& s) {
-        float denominator = fma(root, s.inverse_sqrt_correction2, s.eps);
+    FUSED_OPTIM_HD static float next_param(float param, float direction, float root, const S& s) {
+        float denominator = fma(root, s.own.inverse_sqrt_correction2, s.own.eps);
         return fma(-s.step_size, quotient(direction, denominator), param * s.decay);
     }
 };

@@ -124,12 +124,13 @@ FUSED_OPTIM_HD void dispatch_master(Master master, const Visitor& visit) {
 #undef FUSED_OPTIM_VISIT
 }
 
-// Calls visit(std::integral_constant<int, i>{}) for each state of a rule.
-template <Rule rule, class Visitor>
+// Calls visit(std::integral_constant<int, i>{}) for each state of a rule, from `first` on.
+template <Rule rule, int first = 0, class Visitor>
 FUSED_OPTIM_HD void each_state(const Visitor& visit) {
-    static_assert(kMaxStates == 2);
-    if constexpr (state_count(rule) > 0) visit(std::integral_constant<int, 0>{});
-    if constexpr (state_count(rule) > 1) visit(std::integral_constant<int, 1>{});
+    if constexpr (first < state_count(rule)) {
+        visit(std::integral_constant<int, first>{});
+        each_state<rule, first + 1>(visit);
+    }
 }
 
 }  // namespace fused_optim

@@ -8,17 +8,21 @@ namespace fused_optim {
 // States: the momentum.
 template <>
 struct Update<Rule::kLion> {
-    FUSED_OPTIM_HD static void correct(Scalars& s, const Hyper&, double lr, int64_t) {
-        s.step_size = static_cast<float>(lr);
+    using S = Scalars<Rule::kLion>;
+    using Own = Averaging;
+
+    FUSED_OPTIM_HD static double derive(Own& own, const Hyperparameters<Rule::kLion>& h, double lr, int64_t) {
+        own.set(h.beta1, h.beta2);
+        return lr;
     }
 
-    FUSED_OPTIM_HD static float advance(float grad, float (&states)[1], const Scalars& s) {
-        const float mixed = fma(s.beta1, states[0], s.one_minus_beta1 * grad);
-        states[0] = fma(s.beta2, states[0], s.one_minus_beta2 * grad);
+    FUSED_OPTIM_HD static float advance(float grad, float (&states)[1], const S& s) {
+        const float mixed = fma(s.own.beta1, states[0], s.own.one_minus_beta1 * grad);
+        states[0] = fma(s.own.beta2, states[0], s.own.one_minus_beta2 * grad);
         return mixed > 0.0f ? 1.0f : mixed < 0.0f ? -1.0f : mixed + 0.0f;  // 0 of either zero, and NaN
     }
 
-    FUSED_OPTIM_HD static float next_param(float param, float direction, float, const Scalars& s) {
+    FUSED_OPTIM_HD static float next_param(float param, float direction, float, const S& s) {
         return fma(-s.step_size, direction, param * s.decay);
     }
 };

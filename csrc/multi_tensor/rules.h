@@ -3,9 +3,8 @@
 
 #include <type_traits>
 
-#include "adam.h"
-#include "lion.h"
-#include "muon.h"
+#include "rules_headers.h"
+#include "table.h"
 
 namespace fused_optim {
 
@@ -17,10 +16,6 @@ decltype(auto) dispatch_rule(Rule rule, const Visitor& visit) {
     FUSED_OPTIM_RULES(FUSED_OPTIM_VISIT)
 #undef FUSED_OPTIM_VISIT
     __builtin_unreachable();
-}
-
-inline Scalars derive(Rule rule, const Hyper& hyper) {
-    return dispatch_rule(rule, [&](auto known) { return derive<decltype(known)::value>(hyper); });
 }
 
 }  // namespace fused_optim

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "rules_table.h"
+
 #if defined(__CUDACC__)
 #define FUSED_OPTIM_HD __host__ __device__ __forceinline__
 #else
@@ -62,15 +64,9 @@ FUSED_OPTIM_ENUM(Format, FUSED_OPTIM_FORMATS);
     ROW(kNone, "NONE")     /* the rule has fewer states */
 FUSED_OPTIM_ENUM(StateKind, FUSED_OPTIM_STATE_KINDS);
 
-// Update rules: the kinds of their states. Each has a header of its name.
-#define FUSED_OPTIM_RULES(ROW)                                                                    \
-    ROW(kAdam, "ADAM", kSigned, kSquare)                                                          \
-    ROW(kLion, "LION", kSigned, kNone)                                                            \
-    ROW(kMuon, "MUON", kSigned, kNone)     /* up to the matrices that are to be orthogonalized */ \
-    ROW(kDescent, "DESCENT", kNone, kNone) /* from these on */
-FUSED_OPTIM_ENUM(Rule, FUSED_OPTIM_RULES);
+FUSED_OPTIM_ENUM(Rule, FUSED_OPTIM_RULES);  // of fused_optim/rules.toml
 
-constexpr int kMaxStates = 2;
+constexpr int kMaxStates = FUSED_OPTIM_MAX_STATES;
 
 // How a weight is quantized.
 #define FUSED_OPTIM_WEIGHT_FORMATS(ROW)                                                     \
@@ -131,18 +127,15 @@ struct Shard {
 // the memory of the device that runs the step and are read during the step, never by the host.
 struct Hyper {
     double lr;
-    double beta1;
-    double beta2;
-    double eps;
     double weight_decay;
-    int64_t step;  // number of this step, from 1
+    double values[FUSED_OPTIM_MAX_HYPERPARAMETERS];  // the rule's own: Hyperparameters<rule> in update.h
+    int64_t step;                                    // number of this step, from 1
     const float* lr_pointer;
     const float* grad_scale;   // gradients are divided by it, and written so
     const float* grad_factor;  // gradients are multiplied by it (deferred clipping)
     const float* found_inf;    // not 0: the step is skipped
     int64_t* step_pointer;     // steps done so far; advanced by the engine unless the step is skipped
     uint8_t decoupled;         // weight decay: of the parameter itself, else by way of the gradient
-    uint8_t bias_correction;
     uint8_t maximize;
     uint8_t stochastic_rounding;
 };
@@ -168,10 +161,23 @@ constexpr uint32_t kMasterBytes = pack_digits({FUSED_OPTIM_MASTERS(FUSED_OPTIM_B
 constexpr uint32_t kFormatBytes = pack_digits({FUSED_OPTIM_FORMATS(FUSED_OPTIM_BYTES)});
 constexpr uint32_t kScaledFormats = pack_digits({FUSED_OPTIM_FORMATS(FUSED_OPTIM_SCALED)});
 
-#define FUSED_OPTIM_KIND_0(enumerator, name, first, second) static_cast<int>(StateKind::first),
-#define FUSED_OPTIM_KIND_1(enumerator, name, first, second) static_cast<int>(StateKind::second),
-constexpr uint32_t kStateKinds0 = pack_digits({FUSED_OPTIM_RULES(FUSED_OPTIM_KIND_0)});
-constexpr uint32_t kStateKinds1 = pack_digits({FUSED_OPTIM_RULES(FUSED_OPTIM_KIND_1)});
+// Kinds of states, four bits each. Digits beyond the last state are kNone.
+template <class... Kinds>
+FUSED_OPTIM_HD constexpr uint32_t pack_kinds(Kinds... kinds) {
+    static_assert(sizeof...(kinds) <= 8 && static_cast<int>(StateKind::kNone) == 2, "digits of 32 bits");
+    uint32_t digits = 0x22222222u;
+    int shift = 0;
+    ((digits = (digits & ~(0xFu << shift)) | static_cast<uint32_t>(kinds) << shift, shift += 4), ...);
+    return digits;
+}
+
+FUSED_OPTIM_HD constexpr uint32_t state_kinds(Rule rule) {
+#define FUSED_OPTIM_KINDS(enumerator, name, kinds, ...) \
+    if (rule == Rule::enumerator) return pack_kinds kinds;
+    FUSED_OPTIM_RULES(FUSED_OPTIM_KINDS)
+#undef FUSED_OPTIM_KINDS
+    return pack_kinds();
+}
 
 FUSED_OPTIM_HD constexpr int element_bytes(Element type) { return digit(kElementBytes, type); }
 FUSED_OPTIM_HD constexpr int master_bytes(Master master) { return digit(kMasterBytes, master); }
@@ -179,20 +185,31 @@ FUSED_OPTIM_HD constexpr int format_bytes(Format format) { return digit(kFormatB
 FUSED_OPTIM_HD constexpr bool is_scaled(Format format) { return digit(kScaledFormats, format) != 0; }
 
 FUSED_OPTIM_HD constexpr StateKind state_kind(Rule rule, int state) {
-    return static_cast<StateKind>(digit(state == 0 ? kStateKinds0 : kStateKinds1, rule));
+    return static_cast<StateKind>(state_kinds(rule) >> 4 * state & 0xFu);
 }
 FUSED_OPTIM_HD constexpr int state_count(Rule rule) {
-    return state_kind(rule, 0) == StateKind::kNone ? 0 : state_kind(rule, 1) == StateKind::kNone ? 1 : 2;
+    int count = 0;
+    while (count < kMaxStates && state_kind(rule, count) != StateKind::kNone) ++count;
+    return count;
 }
 // The size of arrays that have an element for each state: one at least.
 FUSED_OPTIM_HD constexpr int state_places(Rule rule) { return state_count(rule) > 0 ? state_count(rule) : 1; }
 
 // Whether the update reads the parameter, which else takes what the states and the gradient alone make.
-FUSED_OPTIM_HD constexpr bool reads_param(Rule rule) { return rule != Rule::kMuon; }
+FUSED_OPTIM_HD constexpr bool reads_param(Rule rule) {
+#define FUSED_OPTIM_READS(enumerator, name, kinds, hyperparameters, reads) \
+    if (rule == Rule::enumerator) return reads;
+    FUSED_OPTIM_RULES(FUSED_OPTIM_READS)
+#undef FUSED_OPTIM_READS
+    return true;
+}
 
 // Which state is a square; -1: none.
 FUSED_OPTIM_HD constexpr int square_state(Rule rule) {
-    return state_kind(rule, 0) == StateKind::kSquare ? 0 : state_kind(rule, 1) == StateKind::kSquare ? 1 : -1;
+    for (int state = 0; state < state_count(rule); ++state) {
+        if (state_kind(rule, state) == StateKind::kSquare) return state;
+    }
+    return -1;
 }
 
 FUSED_OPTIM_HD constexpr bool is_remainder(Master master) {

@@ -19,14 +19,16 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fused_optim.backends.tables import problem_of
+from fused_optim.backends.tables import number_of, problem_of
 from fused_optim.decorators import callers_level
 
 if TYPE_CHECKING:  # torch's code for DTensors comes with them, and `python -m fused_optim info` does without it
+    from types import ModuleType
+
     from fused_optim.adapters import FusedEncode
     from fused_optim.backends.engine import CpuEngine, CudaEngine, Engine
     from fused_optim.memory.layout import StateLayout
-    from fused_optim.rule import Hyper
+    from fused_optim.rules import Hyper, RuleSpec
 
 Compiled = Literal["cpu", "cuda"]
 Backend = Literal["torch", "cpu", "cuda"]
@@ -158,9 +160,26 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def backend_of(local: Tensor) -> Backend:
-    """The backend that updates a local tensor. An engine would read the memory that one of a FakeTensorMode has not."""
-    return "torch" if isinstance(local, FakeTensor) else backend_for(local.device.type)
+def backend_of(local: Tensor, rule: RuleSpec | None = None) -> Backend:
+    """The backend that works on a local tensor, and updates it by a rule.
+
+    The reference does for tensors of a FakeTensorMode, which have no memory, and for rules that the engine was built
+    without; it warns of the latter once.
+    """
+    backend: Backend = "torch" if isinstance(local, FakeTensor) else backend_for(local.device.type)
+    if backend != "torch" and rule is not None and rule_number(rule, backend) is None:
+        if forced_backend() is not None:
+            raise RuntimeError(f"FUSED_OPTIM_BACKEND={backend}, but that engine was built without the rule {rule.name}")
+        remedy = f"install it again with FUSED_OPTIM_RULES set to the file that describes {rule.name}"
+        _warn_of_the_reference(backend, f"its {backend} engine was built without that update rule: {remedy}")
+        return "torch"
+    return backend
+
+
+def rule_number(rule: RuleSpec, name: Compiled) -> int | None:
+    """The number by which an engine knows an update rule; None if it was built without it."""
+    engine, _ = load_engine(name)
+    return None if engine is None else number_of(rule, cast("ModuleType", engine))
 
 
 @functools.cache

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fused_optim.backends import Compiled, ShardWork, load_engine
+from fused_optim.backends import Compiled, ShardWork, load_engine, rule_number
 from fused_optim.backends.engine import CachedShard, Engine, EngineTensorReader
 from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.memory.by_parameter import ByParameter
 from fused_optim.memory.layout import StateLayout
-from fused_optim.rule import Hyper, Rule
+from fused_optim.rules import Hyper, Rule, RuleSpec
 
 
 def address(tensor: Tensor | None) -> int:
@@ -83,12 +83,13 @@ class SameTensors:
         return len(self._alive) == self._count and self._ids.are(tensors)
 
 
-def load_kernels(rules: Collection[int], device: torch.device) -> None:
-    """Load the CUDA engine's kernels of update rules, by their codes: a later CUDA graph capture is no time for it."""
+def load_kernels(rules: Collection[RuleSpec], device: torch.device) -> None:
+    """Load the CUDA engine's kernels of update rules: a later CUDA graph capture is no time for it."""
     engine, _ = load_engine("cuda")
-    if engine is not None:
-        for rule in rules:
-            engine.load_kernels(rule, device.index)
+    for rule in rules:
+        number = rule_number(rule, "cuda")
+        if engine is not None and number is not None:
+            engine.load_kernels(number, device.index)
 
 
 def tensor_reader(
@@ -158,13 +159,15 @@ class CompiledShards:
     ) -> None:
         engine, _ = load_engine(backend)
         assert engine is not None
-        self._device, self._backend, self._rule = device, backend, rule
+        number = rule_number(rule.spec, backend)
+        assert number is not None  # `backend_of` has chosen it
+        self._device, self._backend, self._number = device, backend, number
         self._writes_weights = engine.writes_weights
         is_apart = states_on is not None
         reader, state_reader = (tensor_reader(each, backend, is_apart) for each in (device, states_on or device))
         names = [spec.name for spec in rule.states]
         self._table = engine.ShardTable(
-            rule.code, names, groups, group_count, reader, state_reader, ELEMENT_TYPES, DTensor
+            number, names, groups, group_count, reader, state_reader, ELEMENT_TYPES, DTensor
         )
         self.works: dict[int, ShardWork] = {}  # contiguous copies of gradients live until the step is launched
 
@@ -194,7 +197,7 @@ class CompiledShards:
         return self._table.sharing()
 
     def takes_target(self, layout: StateLayout) -> bool:
-        return self._writes_weights(self._rule.code, [fmt.code for fmt in layout.formats])
+        return self._writes_weights(self._number, [fmt.code for fmt in layout.formats])
 
     def with_gradients(self) -> Sequence[int]:
         return self._table.with_gradients()
@@ -239,13 +242,10 @@ class CompiledShards:
             self._table.set_group(  # in its order: keywords would cost a microsecond per group
                 group,
                 lr,
-                h.beta1,
-                h.beta2,
-                h.eps,
                 h.weight_decay,
+                [*h.values.values()],
                 h.step,
-                h.adam_w,
-                h.bias_correction,
+                h.decoupled,
                 h.maximize,
                 h.stochastic_rounding,
                 *[0 if scalar is None else scalar.data_ptr() for scalar in scalars],

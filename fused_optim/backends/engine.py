@@ -23,8 +23,7 @@ class CachedShard(NamedTuple):
     """The objects by which an engine notices that a shard has changed; the fields of ``cached_shard.h``."""
 
     param_ref: Reference  # others may let go of it at any time
-    state0: Tensor | None
-    state1: Tensor | None  # None where the update rule has one state
+    state_tensors: tuple[Tensor | None, ...]  # of the rule's states, in order
     master: Tensor | None
     spec: DTensorSpec | None  # the parameter's
     states: dict[str, Tensor]  # where the tensors beside the parameter were found
@@ -68,13 +67,10 @@ class EngineShardTable(Protocol):
         self,
         group: int,
         lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
         weight_decay: float,
+        values: list[float],
         step: int,
         decoupled: bool,
-        bias_correction: bool,
         maximize: bool,
         stochastic_rounding: bool,
         lr_pointer: int = 0,

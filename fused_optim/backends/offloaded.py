@@ -19,7 +19,7 @@ from fused_optim.backends.engine import CachedShard
 from fused_optim.backends.shards import shards_on
 from fused_optim.memory.host_memory import can_be_streamed
 from fused_optim.memory.layout import StateLayout
-from fused_optim.rule import Hyper, Rule
+from fused_optim.rules import Hyper, Rule
 from fused_optim.sharding.dtensor import Geometry, local_tensor
 
 CHUNK_BYTES = 32 << 20  # of states, in a buffer on the device
@@ -183,7 +183,7 @@ class OffloadedShards:
 
     def _is_locked(self, cached: CachedShard) -> bool:
         """Asked in every step: no other guard sees that the memory of a tensor is not page-locked any more."""
-        states = cached.state0, cached.state1, cached.master
+        states = *cached.state_tensors, cached.master
         return all(state is None or can_be_streamed(local_tensor(state), self._device) for state in states)
 
     def set(self, shard: int, work: ShardWork, cached: CachedShard | None) -> bool:
@@ -255,15 +255,15 @@ class OffloadedShards:
         """The work that was set for this step, or else the unchanged tensors of the last one."""
         if index in self.works:
             return self.works[index]
-        param_ref, *states, master = self._cached[index][:4]
-        param = param_ref()
+        cached = self._cached[index]
+        param = cached.param_ref()
         assert param is not None
         layout, key = self._lasting[index]
         return ShardWork(
             grad=local_tensor(getattr(param, self._attribute)),
             param=local_tensor(param),
-            master=None if master is None else local_tensor(master),
-            states=tuple(local_tensor(state) for state in states if state is not None),
+            master=None if cached.master is None else local_tensor(cached.master),
+            states=tuple(local_tensor(state) for state in cached.state_tensors if state is not None),
             layout=layout,
             key=key,
         )

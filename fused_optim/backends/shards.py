@@ -12,7 +12,7 @@ from fused_optim.backends import Backend, GroupWork, ShardWork, torch_reference
 from fused_optim.backends.compiled import CompiledShards
 from fused_optim.backends.engine import CachedShard
 from fused_optim.memory.layout import StateLayout
-from fused_optim.rule import Hyper, Rule
+from fused_optim.rules import Hyper, Rule
 
 
 class Shards(Protocol):

@@ -13,25 +13,9 @@ from fused_optim.backends.engine import CachedShard, CpuEngine, CudaEngine
 from fused_optim.formats.elements import ELEMENT_TYPES, Element
 from fused_optim.formats.masters import Master
 from fused_optim.formats.states import STATE_FORMATS
+from fused_optim.rules import BUILT_IN, RuleSpec
 
 Rows = tuple[tuple[object, ...], ...]
-
-
-class Rule(enum.IntEnum):
-    """Update rules, as the engines number them."""
-
-    ADAM = 0
-    LION = 1
-    MUON = 2  # up to the matrices that are to be orthogonalized
-    DESCENT = 3  # from these on
-
-
-STATE_KINDS = {
-    Rule.ADAM: ("SIGNED", "SQUARE"),
-    Rule.LION: ("SIGNED", "NONE"),
-    Rule.MUON: ("SIGNED", "NONE"),
-    Rule.DESCENT: ("NONE", "NONE"),
-}
 
 
 class WeightFormat(enum.IntEnum):
@@ -63,14 +47,14 @@ _LARGEST = {CastFormat.E4M3: 448.0, CastFormat.E5M2: 57344.0}
 
 
 def tables() -> dict[str, Rows]:
-    """By name; a row's place is its number."""
+    """By name; a row's place is its number. Engines may have further update rules."""
     sizes = {element: dtype.itemsize for dtype, element in ELEMENT_TYPES.items()}
     formats = sorted(set(STATE_FORMATS.values()), key=lambda fmt: fmt.number)
     return {
         "Element": tuple((element.name, sizes[element]) for element in Element),
         "Master": tuple((kind.name, kind.dtype.itemsize if kind else 0) for kind in Master),
         "Format": tuple((fmt.name, fmt.signed_dtype.itemsize, fmt.scaled) for fmt in formats),
-        "Rule": tuple((rule.name, *STATE_KINDS[rule]) for rule in Rule),
+        "Rule": tuple(rule.engine_row for rule in BUILT_IN.values()),
         "CachedShard": tuple((name,) for name in CachedShard._fields),
         "CastFormat": tuple((kind.name, _LARGEST[kind]) for kind in CastFormat),
         **{kind.__name__: tuple((each.name,) for each in kind) for kind in (WeightFormat, ScaleStage)},
@@ -80,8 +64,16 @@ def tables() -> dict[str, Rows]:
 @functools.cache  # an engine is asked for at every step
 def problem_of(engine: ModuleType) -> str:
     """Why an engine cannot be used; empty if it can."""
-    if getattr(engine, "TABLES", None) != tables():
+    rows = getattr(engine, "TABLES", None)
+    if rows is None or {**rows, "Rule": rows.get("Rule", ())[: len(BUILT_IN)]} != tables():
         return "built for other tables of formats: install fused_optim again"
     expected = dir(CudaEngine if engine.__name__.endswith("cuda") else CpuEngine)
     lacking = [name for name in expected if not name.startswith("_") and not hasattr(engine, name)]
     return f"built from other sources, without {', '.join(lacking)}: install fused_optim again" if lacking else ""
+
+
+@functools.cache  # for each device of a plan
+def number_of(rule: RuleSpec, engine: ModuleType) -> int | None:
+    """The number by which an engine knows an update rule; None if it was built with no such row."""
+    rows = engine.TABLES["Rule"]
+    return rows.index(rule.engine_row) if rule.engine_row in rows else None

@@ -14,7 +14,7 @@ from fused_optim.formats.masters import Master, join_remainder, split_remainder
 from fused_optim.formats.rounding import GOLDEN_RATIO, master_rounding, rounding_bits
 from fused_optim.formats.states import FLOAT16, Kind, decode_state, encode_state
 from fused_optim.memory.layout import MASTER
-from fused_optim.rule import Hyper, Scalars, Update
+from fused_optim.rules import Hyper, Scalars, Update
 
 
 def read(scalar: float | Tensor, fake: float = 1.0) -> float:
@@ -99,10 +99,11 @@ def run(groups: list[GroupWork]) -> None:
     for group in groups:
         if group.hyper.found_inf is not None and read(group.hyper.found_inf, 0.0) != 0.0:
             continue
-        scalars, rounding_offset = derive(group.hyper)
-        update = group.hyper.rule.update(scalars)
-        for work in group.shards:
-            if work.param.numel():
+        shards = [work for work in group.shards if work.param.numel()]
+        if shards:  # groups of other rules have none here
+            scalars, rounding_offset = derive(group.hyper)
+            update = group.hyper.rule.update(scalars)
+            for work in shards:
                 _step_shard(work, update, rounding_offset)
                 if group.hyper.grad_scale is not None:
                     write_(work.grad, unscaled(work.grad, group.hyper.grad_scale))

@@ -16,13 +16,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fused_optim.checkpoint.reading.contents import ENTRIES
 from fused_optim.decorators import callers_level
-from fused_optim.known_rules import RULES
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import check_belongs, check_order, check_whole
 from fused_optim.options.reading import CheckpointDevice, CheckpointFormat
+from fused_optim.rules import RULES
 from fused_optim.sharding.collective import distinct, parameter_names, state_name
 from fused_optim.sharding.dtensor import has_own_chunks
-from fused_optim.state.groups import rule_name
 
 _ADAMS_OF_TORCH = ("torch.optim.Adam", "torch.optim.AdamW")
 NO_MASTERS = (
@@ -46,7 +45,7 @@ def check_kind(optimizer: ShardedOptimizer, saved: str | None, what: str, any_ru
 
     None: it does not say. ``any_rule``: those of other update rules are taken, too.
     """
-    own = rule_name(optimizer.rule)
+    own = optimizer.rule.name
     kinds = {own, *(RULES if any_rule else ()), *(_ADAMS_OF_TORCH if optimizer.rule.has_torch_form else ())}
     if saved is not None and saved not in kinds:
         hint = "model_only=True loads the model alone"
@@ -71,7 +70,7 @@ class Collector:
         check_whole(model, optimizer.store.params)
         check_belongs(model, optimizer.store.params)
         self._model, self._optimizer = model, optimizer
-        self.kind = rule_name(optimizer.rule)
+        self.kind = optimizer.rule.name
         self._names: dict[Tensor, str] = {}
         self._keys: dict[str, str] = {}
         # Keys of what is no parameter, of which each rank may have its own: batch statistics, say.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.backends.products import Product, Products
-from fused_optim.rule import Orthogonalization
+from fused_optim.rules import Orthogonalization
 
 Triple = tuple[float, float, float]
 

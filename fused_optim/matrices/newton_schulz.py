@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_optim.rule import Orthogonalization
+from fused_optim.rules import Orthogonalization
 
 Triple = tuple[float, float, float]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fused_optim.backends.products import MULTIPLE, Products, fast_products
 from fused_optim.matrices.gram import orthogonalized_together
 from fused_optim.matrices.newton_schulz import orthogonalized
-from fused_optim.rule import Orthogonalization
+from fused_optim.rules import Orthogonalization
 
 # Elements of the Gram matrices that there are at once, but for one that has more: five such buffers take memory. The
 # more there are, the more evenly they fill the GPU.

@@ -3,64 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from fused_optim.backends.tables import Rule as RuleNumber
 from fused_optim.formats.arithmetic import fma
-from fused_optim.formats.states import Kind
-from fused_optim.rule import Hyper, LinearScalars, OneRule, StateSpec, Update
+from fused_optim.rules import DESCENT as DESCENT_SPEC
+from fused_optim.rules import MUON, Hyper, Rule, Scalars, averaging
 
-MOMENTUM_BUFFER = StateSpec("momentum_buffer", Kind.SIGNED, "momentum_dtype")
-
-
-class _Pass(OneRule):
-    def check(self, group: Mapping[str, Any]) -> None:
-        """Nothing: Muon has checked it."""
-
-    def numbers(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return {}
-
-    def derive(self, hyper: Hyper, lr: float, step: int, grad_factor: float) -> LinearScalars:
-        return LinearScalars.of(hyper, lr, grad_factor)
+(MOMENTUM_BUFFER,) = MUON.states
 
 
 @dataclass
-class MomentumPass(_Pass):
+class MomentumPass(Rule):
     """The gradient goes into the momentum; the "parameter" takes what is to be orthogonalized, and is not read."""
 
-    code: int = field(default=RuleNumber.MUON, init=False)
-    states: tuple[StateSpec, ...] = field(default=(MOMENTUM_BUFFER,), init=False)
-    shown: tuple[str, ...] = field(default=(), init=False)
+    spec = MUON
 
-    def update(self, scalars: LinearScalars) -> Update:
-        s = scalars
+    def hyperparameters(self, group: Mapping[str, Any]) -> dict[str, float]:
+        momentum = float(group["momentum"])
+        return {"momentum": momentum, "mixing": momentum if group["nesterov"] else 1.0}
 
-        def update(grad: Tensor, param: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-            grad = grad * s.grad_factor
-            momentum = fma(states[0], s.beta1, s.one_minus_beta1 * grad)
-            return fma(momentum, s.beta2, s.one_minus_beta2 * grad), [momentum]
+    def scalars(self, values: Mapping[str, float], lr: float, step: int) -> tuple[float, dict[str, float]]:
+        return lr, averaging(values["momentum"], values["mixing"])
 
-        return update
+    def step(self, grad: Tensor, param: Tensor, states: list[Tensor], s: Scalars) -> tuple[Tensor, list[Tensor]]:
+        momentum = fma(states[0], s.own.beta1, s.own.one_minus_beta1 * grad)
+        return fma(momentum, s.own.beta2, s.own.one_minus_beta2 * grad), [momentum]
 
 
 @dataclass
-class DescentPass(_Pass):
+class DescentPass(Rule):
     """The parameter moves along the "gradient", which is the direction."""
 
-    code: int = field(default=RuleNumber.DESCENT, init=False)
-    states: tuple[StateSpec, ...] = field(default=(), init=False)
-    shown: tuple[str, ...] = field(default=(), init=False)
+    spec = DESCENT_SPEC
 
-    def update(self, scalars: LinearScalars) -> Update:
-        s = scalars
+    def hyperparameters(self, group: Mapping[str, Any]) -> dict[str, float]:
+        return {}
 
-        def update(grad: Tensor, param: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-            return fma(grad * s.grad_factor, -s.step_size, param * s.decay), []
+    def scalars(self, values: Mapping[str, float], lr: float, step: int) -> tuple[float, dict[str, float]]:
+        return lr, {}
 
-        return update
+    def step(self, grad: Tensor, param: Tensor, states: list[Tensor], s: Scalars) -> tuple[Tensor, list[Tensor]]:
+        return fma(grad, -s.step_size, param * s.decay), []
 
 
 MOMENTUM, DESCENT = MomentumPass(), DescentPass()

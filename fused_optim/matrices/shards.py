@@ -23,7 +23,7 @@ from fused_optim.matrices.owners import MOST_TO_MEAN, Matrix
 from fused_optim.matrices.passes import DESCENT, MOMENTUM, after_matrices, before_matrices
 from fused_optim.memory.by_parameter import reference_to
 from fused_optim.memory.layout import MASTER, StateLayout
-from fused_optim.rule import Hyper, Orthogonalization, Rule
+from fused_optim.rules import Hyper, Orthogonalization, Rule
 from fused_optim.sharding.collective import by_mesh
 from fused_optim.sharding.dtensor import largest_shard
 

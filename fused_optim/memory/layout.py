@@ -14,7 +14,7 @@ from fused_optim.adapters import adapter_of
 from fused_optim.formats.masters import Master
 from fused_optim.formats.states import FLOAT16, FLOAT32, Kind, StateFormat, state_format
 from fused_optim.memory.host_memory import host_zeros
-from fused_optim.rule import StateSpec
+from fused_optim.rules import StateSpec
 from fused_optim.sharding.dtensor import Geometry, has_values, local_tensor, shard_geometry
 
 MASTER = "master_param"

@@ -23,7 +23,7 @@ from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.formats.states import STATE_FORMATS
 from fused_optim.memory.host_memory import can_be_streamed
 from fused_optim.options.reading import CheckpointDevice, CheckpointFormat, flag_of, names_in, number_of
-from fused_optim.rule import Rule, Rules
+from fused_optim.rules import Rule, Rules
 from fused_optim.sharding.dtensor import is_dense, local_tensor
 
 _RESIDUE = 1e-12  # of a schedule that should have ended at zero
@@ -98,12 +98,13 @@ def check_number(key: str, value: Any, least: float = 0.0) -> None:
         raise ValueError(f"{key}: expected a finite number >= 0, got {value}")
 
 
-def check_decay_rates(betas: Any) -> None:
-    """Raise TypeError or ValueError for what is not two numbers in [0, 1)."""
+def check_decay_rates(betas: Any, count: int = 2) -> None:
+    """Raise TypeError or ValueError unless ``betas`` are ``count`` numbers in [0, 1)."""
+    expected = f"betas: expected {'two' if count == 2 else 'three'} numbers"
     if not isinstance(betas, (tuple, list)):
-        raise TypeError(f"betas: expected two numbers, got {type(betas).__name__}")
-    if len(betas) != 2:
-        raise TypeError(f"betas: expected two numbers, got {len(betas)}")
+        raise TypeError(f"{expected}, got {type(betas).__name__}")
+    if len(betas) != count:
+        raise TypeError(f"{expected}, got {len(betas)}")
     for i, beta in enumerate(betas):
         if type(beta) not in _USUAL_NUMBERS and not _is_number(beta):
             raise TypeError(f"betas[{i}]: expected a number, got {type(beta).__name__}")

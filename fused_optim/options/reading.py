@@ -83,6 +83,13 @@ class MuonOptions(SharedOptions, total=False):
     bias_correction: bool
 
 
+class AdEMAMixOptions(SharedOptions, total=False):
+    """Of :class:`fused_optim.FusedAdEMAMix`, by keyword only."""
+
+    exp_avg_slow_dtype: torch.dtype | str | None
+    exp_avg_sq_dtype: torch.dtype | str | None
+
+
 class PeersOptions(TypedDict, total=False):
     """Settings that only drop-in classes are given as arguments, most of them in the words of their peers."""
 
@@ -151,7 +158,7 @@ def read_group(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
     for key in NUMBERS:
         if type(group.get(key, 0.0)) not in (float, int) and not (key == "lr" and isinstance(group[key], Tensor)):
             read[key] = number_of(group[key])
-    if "betas" in group and not _is_plain_pair(group["betas"]):
+    if "betas" in group and not _are_plain(group["betas"]):
         read["betas"] = betas_of(group["betas"])
     for key in FLAGS:
         if type(group.get(key, False)) is not bool:
@@ -183,8 +190,8 @@ def without_repeats(group: Mapping[str, Any]) -> dict[str, list[Any]]:
     }
 
 
-def _is_plain_pair(betas: Any) -> bool:
-    return type(betas) is tuple and len(betas) == 2 and type(betas[0]) is float and type(betas[1]) is float
+def _are_plain(betas: Any) -> bool:
+    return type(betas) is tuple and all(type(beta) is float for beta in betas)
 
 
 def betas_of(given: Any) -> Any:

@@ -7,9 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from fused_optim.backends.tables import Rule as RuleNumber
 from fused_optim.options.settings import Settings
-from fused_optim.rule import Rule, Rules
+from fused_optim.rules import ADAM, RULE_KEY, Rule, Rules
 
 Group = MutableMapping[str, Any]
 VERSION = 1
@@ -17,12 +16,6 @@ VERSION = 1
 # and its flattened form only such keys of a param group as the running optimizer has. The second: flags.
 DESCRIPTION = {"fused_optim_version": VERSION, "fused_optim_native": 0}
 NATIVE, KEYED_BY_NAMES = 1, 2  # some state is in native form; rounding goes by names, not by positions
-RULE, ADAM = "fused_optim_rule", RuleNumber.ADAM.name.lower()
-
-
-def rule_name(rule: Rule | Rules) -> str:
-    """The name of an update rule in checkpoints: "adam", "lion"."""
-    return RuleNumber(rule.code).name.lower()
 
 
 def description(rule: Rule) -> dict[str, Any]:
@@ -30,8 +23,7 @@ def description(rule: Rule) -> dict[str, Any]:
 
     But for Adam, once the only one: ``dcp.load`` asks older checkpoints for every key of a running param group.
     """
-    name = rule_name(rule)
-    return DESCRIPTION if name == ADAM else {**DESCRIPTION, RULE: name}
+    return DESCRIPTION if rule.spec == ADAM else {**DESCRIPTION, RULE_KEY: rule.name}
 
 
 def saved_group(
@@ -48,9 +40,9 @@ def saved_group(
 
 def check_rule(rule: Rule, saved_groups: Iterable[Mapping[str, Any]], what: str) -> None:
     """Raise ValueError for the param groups of another update rule. Those that say nothing pass."""
-    expected = rule_name(rule)
+    expected = rule.name
     for saved in saved_groups:
-        found = saved.get(RULE, ADAM if "exp_avg_sq_dtype" in saved else expected)
+        found = saved.get(RULE_KEY, ADAM.name if "exp_avg_sq_dtype" in saved else expected)
         if found != expected:
             raise ValueError(f"{what} is of another optimizer: expected the update rule {expected}, found {found}")
 

@@ -17,7 +17,7 @@ from fused_optim.memory import copies
 from fused_optim.memory.host_memory import host_copy
 from fused_optim.memory.layout import MASTER, StateLayout, Versions, state_zeros
 from fused_optim.memory.uploads import copy_into, moved
-from fused_optim.rule import StateSpec
+from fused_optim.rules import StateSpec
 from fused_optim.sharding.dtensor import dense, is_dense, local_tensor, rewrap_like
 from fused_optim.state.remainders import LoadedRemainder
 from fused_optim.state.values import Joined, Stored, given, pieces

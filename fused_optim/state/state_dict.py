@@ -29,7 +29,7 @@ from fused_optim.memory.layout import MASTER, STEP
 from fused_optim.memory.uploads import uploading
 from fused_optim.options.checks import check_checkpoint_device, check_checkpoint_format, check_saved_group, describe
 from fused_optim.options.reading import FLAGS, CheckpointDevice, CheckpointFormat, read_group
-from fused_optim.rule import Rule, StateSpec
+from fused_optim.rules import RULE_KEY, Rule, StateSpec
 from fused_optim.sharding.collective import any_rank, failing_together
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor, placed_part, rewrap_like
 from fused_optim.state.given import warn_of_earlier_steps, whole_step
@@ -37,7 +37,6 @@ from fused_optim.state.groups import (
     DESCRIPTION,
     KEYED_BY_NAMES,
     NATIVE,
-    RULE,
     VERSION,
     Group,
     check_rule,
@@ -300,7 +299,7 @@ def taken_keys(store: StateStore, group: Mapping[str, Any], saved: Mapping[str, 
     Of another optimizer's those that ``group`` has, and schedulers': others would stay in the group, and the next
     checkpoint to be loaded would have to have them. Formats are the running optimizer's choices.
     """
-    kept = ("params", "param_names", STEP, *store.format_options, *DESCRIPTION, RULE)
+    kept = ("params", "param_names", STEP, *store.format_options, *DESCRIPTION, RULE_KEY)
     is_ours = not DESCRIPTION.keys().isdisjoint(saved)
     known = [
         key for key in saved if is_ours or key in group or key in _SCHEDULERS_KEYS or str(key).startswith("initial_")

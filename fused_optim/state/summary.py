@@ -15,7 +15,7 @@ from fused_optim.backends import backend_of, why_reference
 from fused_optim.formats.masters import Master
 from fused_optim.formats.states import BLOCKS, state_format
 from fused_optim.memory.layout import MASTER, STEP, StateLayout
-from fused_optim.rule import StateSpec
+from fused_optim.rules import StateSpec
 from fused_optim.sharding.dtensor import SMALLEST_BLOCKED_VECTOR, has_values, local_tensor
 from fused_optim.state.groups import Group
 from fused_optim.state.host_states import may_be_offloaded
@@ -263,7 +263,7 @@ def short_description(name: str, store: StateStore) -> str:
     Nothing is read from a device.
     """
     parts = [_plural(len(store.params)) + f" in {len(store.groups)} groups" * (len(store.groups) > 1)]
-    for key in ("lr", *store.rule.shown, "weight_decay", *store.format_options, STEP):
+    for key in ("lr", *store.rule.repr_keys, "weight_decay", *store.format_options, STEP):
         found = list(dict.fromkeys(_short(group[key]) for group in store.groups if key in group))
         if not found:
             continue

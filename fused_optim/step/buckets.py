@@ -29,7 +29,7 @@ from fused_optim.memory import copies
 from fused_optim.memory.by_parameter import ByParameter, Reference, reference_to
 from fused_optim.memory.layout import STEP
 from fused_optim.options.checks import describe
-from fused_optim.rule import Hyper
+from fused_optim.rules import Hyper
 from fused_optim.sharding.dtensor import local_tensor, sharding_dims
 from fused_optim.state.groups import Group
 from fused_optim.state.store import StateStore

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fused_optim.matrices.exchange import Dtypes, MatricesOnMesh
 from fused_optim.matrices.orthogonalize import orthogonalize
 from fused_optim.matrices.owners import Matrix
-from fused_optim.rule import Orthogonalization
+from fused_optim.rules import Orthogonalization
 from fused_optim.sharding.collective import by_mesh, mesh_group
 
 

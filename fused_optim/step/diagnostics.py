@@ -26,7 +26,7 @@ from fused_optim.formats.rounding import finalize, master_rounding, rounding_bit
 from fused_optim.formats.states import FLOAT16, Kind, StateFormat, decode_state, encode_state
 from fused_optim.memory.layout import MASTER
 from fused_optim.options.checks import check_states, check_update, describe
-from fused_optim.rule import Hyper, Rule, Scalars
+from fused_optim.rules import Hyper, Rule, Scalars
 from fused_optim.sharding.collective import failing_together
 from fused_optim.sharding.dtensor import Geometry, dense, finished_local, local_tensor, sharding_dims
 from fused_optim.state.param_state import ParamState

@@ -15,17 +15,18 @@ from fused_optim.backends.gradients import unscaled, write_
 from fused_optim.backends.shards import Shards
 from fused_optim.memory.by_parameter import Reference, reference_to
 from fused_optim.memory.layout import MASTER, memory_of
-from fused_optim.rule import Hyper
+from fused_optim.rules import Hyper, RuleSpec
 from fused_optim.sharding.dtensor import is_dense, local_tensor
 from fused_optim.state.param_state import ParamState
 
 
 @dataclass
 class DeviceShards:
-    """Shards of one device, one backend and one place of states (the device, or host memory)."""
+    """Shards of one device, one backend, one rule and one place of states (the device, or host memory)."""
 
     device: torch.device
     backend: Backend
+    rule: RuleSpec
     is_later: bool = False  # whether some parameters share memory with those of parts before it
     indices: list[int] = field(default_factory=list)  # positions in the param groups
     groups: list[int] = field(default_factory=list)
@@ -55,7 +56,7 @@ class DeviceShards:
 
     def drop_param(self, i: int) -> None:
         """Release the states of shard ``i``, whose parameter was freed."""
-        self.cached[i] = CachedShard(self.cached[i].param_ref, None, None, None, None, {})
+        self.cached[i] = CachedShard(self.cached[i].param_ref, (), None, None, {})
         self.memory.pop(i, None)
         self.uncached.discard(i)
         self.written.discard(i)
@@ -97,8 +98,8 @@ def is_cacheable(param: Tensor) -> bool:
 
 def cached_shard(reference: Reference, states: ParamState) -> CachedShard:
     spec = states.param._spec if isinstance(states.param, DTensor) else None
-    state0, state1, *_ = (*(states.tensors.get(each.name) for each in states.layout.specs), None)
-    return CachedShard(reference, state0, state1, master=states.tensors.get(MASTER), spec=spec, states=states.tensors)
+    tensors = tuple(states.tensors.get(spec.name) for spec in states.layout.specs)
+    return CachedShard(reference, tensors, master=states.tensors.get(MASTER), spec=spec, states=states.tensors)
 
 
 def cached_weight(cached: CachedShard, param: Tensor, target: FusedEncode, master: Tensor) -> CachedShard:

@@ -31,7 +31,7 @@ from fused_optim.matrices.shards import MatrixShards
 from fused_optim.memory.by_parameter import Reference, reference_to
 from fused_optim.memory.layout import MASTER
 from fused_optim.options.checks import check_states, check_update, describe
-from fused_optim.rule import Hyper
+from fused_optim.rules import Hyper
 from fused_optim.sharding.dtensor import dense, finished_local, local_tensor
 from fused_optim.state.groups import Group
 from fused_optim.state.param_state import ParamState, read_parameter
@@ -158,7 +158,7 @@ class Plan:
             lambda index: describe(params[index], index, self._names[index]),
         )
         turns = self._sharing.turns()
-        parts: dict[tuple[int, torch.device, bool, int], DeviceShards] = {}
+        parts: dict[tuple[int, torch.device, bool, str], DeviceShards] = {}
         numbers = [number for number, size in enumerate(self._sizes) for _ in range(size)]
         rules = [store.rule.for_group(group) for group in groups]
         self._attribute, self._scaled = "", False  # of the last refresh
@@ -167,9 +167,10 @@ class Plan:
             param = params[index]
             local = local_tensor(param)
             turn, offloaded = turns.get(index, 0), bool(self._layouts[index].offloaded)
-            key = turn, local.device, offloaded, rules[numbers[index]].code
+            key = turn, local.device, offloaded, rules[numbers[index]].name
+            rule = rules[numbers[index]].spec
             part = parts.get(key) or parts.setdefault(
-                key, DeviceShards(local.device, backend_of(local), is_later=turn > 0)
+                key, DeviceShards(local.device, backend_of(local, rule), rule, is_later=turn > 0)
             )
             part.indices.append(index)
             part.groups.append(numbers[index])
@@ -258,7 +259,7 @@ class Plan:
         stale.sort(key=lambda each: each[0].indices[each[1]])  # some are sent: in one order on all ranks
         for part, _, param in stale:
             local = local_tensor(param)
-            if param not in self._store or local.device != part.device or backend_of(local) != part.backend:
+            if param not in self._store or local.device != part.device or backend_of(local, part.rule) != part.backend:
                 return False
         if stale:
             moved = {part.indices[i]: param for part, i, param in stale}

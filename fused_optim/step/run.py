@@ -18,7 +18,7 @@ from fused_optim.memory import copies, replaced
 from fused_optim.memory.layout import STEP
 from fused_optim.options.checks import check_hyperparameters, check_update, describe
 from fused_optim.options.reading import read_group, whole_number_of
-from fused_optim.rule import Hyper
+from fused_optim.rules import Hyper
 from fused_optim.sharding.collective import announce_failure, any_rank, each_on_any_rank
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.state.groups import Group
@@ -148,7 +148,7 @@ class Stepper:
         for device in gpus:
             self.scalars.factor(device)
             self.skips.prepare(device)
-            load_kernels({rule.code for rule in self._store.rules().values()}, device)
+            load_kernels({rule.spec for rule in self._store.rules().values()}, device)
 
     def _check_capture(self) -> None:
         store = self._store
@@ -484,6 +484,8 @@ class Stepper:
             hyper = Hyper(
                 rule=rule,
                 lr=lr,
+                values=rule.values(group),
+                decoupled=rule.decoupled,
                 weight_decay=float(group["weight_decay"]),
                 step=int(group["step"]) + 1,
                 maximize=group["maximize"],
@@ -492,7 +494,7 @@ class Stepper:
                 grad_factor=factor,
                 found_inf=skip,
                 steps_done=self.scalars.step(device, number) if number in counted else None,
-                **rule.numbers(group),
+                orthogonalization=rule.orthogonalization(group),
             )
             hypers.append(hyper)
         return hypers

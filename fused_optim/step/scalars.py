@@ -18,7 +18,7 @@ from fused_optim.state.groups import Group
 
 Groups = Sequence[Group]
 
-_WORKSPACE_BYTES = 64  # per param group; the engine checks it
+_WORKSPACE_BYTES = 128  # per param group; the engine checks it
 
 
 def host_lr(group: Group) -> float | None:

@@ -15,7 +15,7 @@ from fused_optim.formats.masters import Master
 from fused_optim.formats.rounding import rounding_key
 from fused_optim.memory.by_parameter import Reference
 from fused_optim.memory.layout import StateLayout
-from fused_optim.rule import Hyper
+from fused_optim.rules import Hyper
 from fused_optim.sharding.dtensor import local_tensor
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from fused_optim.adam import ADAM_STATES
 from fused_optim.adapters import adapter_of
 from fused_optim.checkpoint.reading.contents import NOT_SETTINGS, read_steps
 from fused_optim.checkpoint.reading.opening import open_checked
@@ -27,11 +26,10 @@ from fused_optim.checkpoint.writing.entries import Entry, write_folder, write_sa
 from fused_optim.formats.dtypes import as_dtype
 from fused_optim.formats.masters import Master
 from fused_optim.formats.states import STATE_FORMATS
-from fused_optim.known_rules import states_of
 from fused_optim.memory.layout import MASTER, STEP
 from fused_optim.muon import ALGORITHM
 from fused_optim.options.reading import CheckpointFormat
-from fused_optim.rule import StateSpec
+from fused_optim.rules import ADAM, StateSpec, rule_of
 from fused_optim.sharding.model_files import safetensors_writer
 from fused_optim.state.groups import DESCRIPTION, KEYED_BY_NAMES, saved_group
 from fused_optim.state.state_dict import Options, converted
@@ -206,11 +204,11 @@ class _Conversion:
         return self._contents.settings.get(self._ids[name], {})
 
     def _check_states(self, name: str, states: Mapping[str, SavedState]) -> None:
-        where, specs = self._source.path, states_of(self._group_of(name))
+        where, specs = self._source.path, rule_of(self._group_of(name)).states
         if lacking := [spec.name for spec in specs if spec.name not in states]:
             raise ValueError(f"{name}: {where} lacks its {' and '.join(lacking)}")
         is_muon = is_muons(self._group_of(name))
-        if self._wanted.layout == "torch" and specs != ADAM_STATES and not is_muon:
+        if self._wanted.layout == "torch" and specs != ADAM.states and not is_muon:
             found = " and ".join(spec.name for spec in specs)
             raise ValueError(f"{name}: {where} has its {found}, and 'torch' is torch.optim.AdamW's and Muon's layout")
         if self._wanted.layout == "torch" and is_muon and len(states[specs[0].name].shape) != 2:
@@ -232,7 +230,7 @@ class _Conversion:
     def _formats(self, name: str, states: Mapping[str, SavedState]) -> dict[StateSpec, torch.dtype]:
         """Of its states: what is asked for, what the run was asked for, or what is there; FP32 in other forms."""
         settings = self._group_of(name)
-        found = dict.fromkeys(states_of(settings), torch.float32)
+        found = dict.fromkeys(rule_of(settings).states, torch.float32)
         for spec in found if self._wanted.layout == "native" else ():
             chosen = self._wanted.formats[spec.option] or as_dtype(settings.get(spec.option))
             chosen = chosen or as_dtype(states[spec.name].format)
@@ -288,7 +286,7 @@ class _Conversion:
             group = {"bias_correction": True, **{key: value for key, value in given.items() if key != ALGORITHM}}
             return torch_group(group, bool(given.get("decoupled_weight_decay", True))) | names
         given = our_group(given) if is_muons(found) else given
-        older = {"bias_correction": True} if states_of(found) == ADAM_STATES else {}
+        older = {"bias_correction": True} if rule_of(found) == ADAM else {}
         step = max((self._steps[id_] for id_ in ids if id_ in self._steps), default=0)
         kept = {**older, **without_adamws_keys(given), **names, STEP: step}
         flags = int(found.get("fused_optim_native", 0))  # rounding goes on as it was
@@ -302,7 +300,7 @@ class _Conversion:
         if with_states and self._wanted.layout == "native":
             chosen = self._formats(with_states[0], self._optimizer.states[with_states[0]])
             return {spec.option: dtype for spec, dtype in chosen.items()}
-        return {spec.option: given.get(spec.option, torch.float32) for spec in states_of(found)}
+        return {spec.option: given.get(spec.option, torch.float32) for spec in rule_of(found).states}
 
 
 def _itself(value: Any) -> Any:

@@ -16,7 +16,7 @@ from fused_optim.checkpoint.writing.entries import Entry
 from fused_optim.formats.masters import Master
 from fused_optim.formats.states import FLOAT32, StateFormat, state_format
 from fused_optim.memory.layout import MASTER, StateLayout
-from fused_optim.rule import StateSpec
+from fused_optim.rules import StateSpec
 from fused_optim.state.param_state import ParamState
 from fused_optim.tools.names import STATES
 

@@ -17,15 +17,15 @@ from fused_optim.checkpoint.reading.saved_optimizer import SavedOptimizer, Saved
 from fused_optim.checkpoint.reading.source import Source
 from fused_optim.checkpoint.storage import checksums
 from fused_optim.checkpoint.storage.folders import PathLike, folder_at
-from fused_optim.known_rules import ALL_STATES
 from fused_optim.memory.layout import MASTER
+from fused_optim.rules import known_states
 from fused_optim.state.groups import DESCRIPTION
 from fused_optim.state.summary import aligned, shown_bytes
 from fused_optim.tools.progress import progress
 from fused_optim.tools.values import Values
 
 PARAMETER = "parameter"
-_TENSORS = (PARAMETER, *ALL_STATES, MASTER)  # of a parameter
+_TENSORS = (PARAMETER, *known_states(), MASTER)  # of a parameter
 _NOT_SHOWN = ("parameters", *DESCRIPTION)
 _EXAMPLES = 5
 
@@ -152,7 +152,7 @@ def _described(tensor: SavedTensor, values: bool) -> dict[str, Any]:
 
 def _states_in(parameters: Mapping[str, Any]) -> list[str]:
     """The names of the states that some parameter has."""
-    return [name for name in ALL_STATES if any(name in found for found in parameters.values())]
+    return [name for name in known_states() if any(name in found for found in parameters.values())]
 
 
 def _formats(parameters: Mapping[str, Any]) -> list[dict[str, Any]]:

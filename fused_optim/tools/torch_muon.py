@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fused_optim.known_rules import rule_of
 from fused_optim.memory.layout import STEP
 from fused_optim.muon import ALGORITHM
-from fused_optim.state.groups import DESCRIPTION, RULE
+from fused_optim.rules import MUON, RULE_KEY, rule_of
+from fused_optim.state.groups import DESCRIPTION
 from fused_optim.state.param_state import ParamState
 from fused_optim.state.torch_form import muon_keys, torch_states
 
@@ -23,7 +23,7 @@ _ONLY_OURS: dict[str, Any] = {
 
 
 def is_muons(group: Mapping[str, Any]) -> bool:
-    return rule_of(group) == "muon"
+    return rule_of(group) == MUON
 
 
 def muon_group(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,13 +36,13 @@ def muon_group(group: Mapping[str, Any]) -> dict[str, Any]:
     coefficients = group["ns_coefficients"]
     if isinstance(coefficients, str) or not all(isinstance(each, float | int) for each in coefficients):
         raise ValueError(f"ns_coefficients={coefficients}: torch.optim.Muon takes three numbers for all steps alike")
-    ours = {*_ONLY_OURS, *DESCRIPTION, RULE, STEP, "momentum_dtype"}
+    ours = {*_ONLY_OURS, *DESCRIPTION, RULE_KEY, STEP, "momentum_dtype"}
     return {key: value for key, value in group.items() if key in muon_keys() or key not in ours}
 
 
 def our_group(group: Mapping[str, Any]) -> dict[str, Any]:
     """A saved param group of Muon, torch's or ours, with all that FusedMuon's have."""
-    return {RULE: "muon", **_ONLY_OURS, **group}
+    return {RULE_KEY: "muon", **_ONLY_OURS, **group}
 
 
 def muon_states(states: ParamState) -> dict[str, Any]:

@@ -22,7 +22,8 @@ import fused_optim
 from build_script import load_build_script
 from fused_optim import FusedAdam, backends
 from fused_optim.backends import COMPILED, backend_for, build_info, load_engine
-from fused_optim.backends.tables import Rule, tables
+from fused_optim.backends.tables import tables
+from fused_optim.rules import RULES
 from fused_optim.tools.info import info
 from shard_works import ELEMENT_NUMBERS, shard_work
 
@@ -286,17 +287,32 @@ def test_specialized_constants_are_inline() -> None:
     assert not [str(path) for path, text in sources.items() if re.search(r"template <>\s*constexpr \w+ \w+<", text)]
 
 
-def test_formats_with_kernels_of_their_own_are_those_that_the_launch_knows(setup_script: Any) -> None:
-    header = (ROOT / "csrc/multi_tensor/cuda/kernels.h").read_text()
-    known = re.findall(r"kernels_of_formats<Rule::(\w+)(.*?)>\(\)", header, re.DOTALL)
-    assert {rule: tuple(re.findall(r"Format::(\w+)", formats)) for rule, formats in known} == setup_script.OWN_KERNELS
+def test_the_table_of_rules_is_written_once(setup_script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same text leaves the headers alone, which every object depends on; another rule is appended."""
+    monkeypatch.chdir(ROOT)
+    folder = tmp_path / "generated"
+    setup_script.write_rules(setup_script.read_rules(), folder)
+    table, headers = folder / "rules_table.h", folder / "rules_headers.h"
+    before, written = table.read_text(), table.stat().st_mtime_ns
+    setup_script.write_rules(setup_script.read_rules(), folder)
+    assert table.stat().st_mtime_ns == written
+    added = tmp_path / "mine.toml"
+    added.write_text('[my_rule]\nheader = "mine.h"\nhyperparameters = ["beta1"]\nown_kernels = ["int8"]\n')
+    monkeypatch.setenv("FUSED_OPTIM_RULES", str(added))
+    rules = setup_script.read_rules()
+    setup_script.write_rules(rules, folder)
+    assert rules[-1].enumerator == "kMyRule"
+    assert [rule.name for rule in rules] == [*RULES, "my_rule"]
+    assert 'ROW(kMyRule, "my_rule", (), ("beta1"), true)' in table.read_text() != before
+    assert f'#include "{tmp_path}/mine.h"' in headers.read_text()
+    assert "kernels_kMyRule_kInt8" in setup_script.plan_cuda("g++").objects
 
 
 # --- the last check before raw addresses are used ---------------------------------------------------------------------
 
 GROUP: dict[str, Any] = {
-    **{"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "step": 1},
-    **{"decoupled": True, "bias_correction": True, "maximize": False, "stochastic_rounding": True},
+    **{"lr": 0.1, "weight_decay": 0.0, "values": [0.9, 0.99, 1e-8, 1.0], "step": 1},
+    **{"decoupled": True, "maximize": False, "stochastic_rounding": True},
 }
 SHARD: dict[str, Any] = {
     **{"grad": 64, "param": 64, "master": 0, "states": (64, 64), "scales": 0, "numel": 8, "offset": 0},
@@ -310,7 +326,7 @@ def loaded(name: str) -> ModuleType:
     return engine if engine is not None else pytest.skip(f"no {name} engine")
 
 
-def empty_table(name: str, groups: list[int], rule: int = Rule.ADAM, names: Sequence[str] = ("m", "v")) -> Any:
+def empty_table(name: str, groups: list[int], rule: int = 0, names: Sequence[str] = ("m", "v")) -> Any:
     """Two param groups, and shards that are not described yet."""
     engine = loaded(name)
     reader = engine.TensorReader(None, Tensor, keys=[], examples=[], copied=[])
@@ -369,7 +385,7 @@ def test_engine_refuses_other_types_and_numbers(name: str) -> None:
         empty_table(name, [1, 0])
     with pytest.raises(ValueError, match="shards are ordered by param group"):
         empty_table(name, [0, 2])
-    for rule in (-1, len(Rule), 256):
+    for rule in (-1, 100, 256):
         with pytest.raises(ValueError, match="expected a known update rule"):
             empty_table(name, [0], rule)
     with pytest.raises(ValueError, match="expected a name of each state"):

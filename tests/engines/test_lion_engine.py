@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from cases import FLOAT_DTYPES, values
 from fused_optim.backends import load_engine
 from fused_optim.backends.compiled import run_on
-from fused_optim.backends.tables import Rule
 from fused_optim.formats.arithmetic import MASK32, fma
 from fused_optim.formats.elements import ELEMENT_TYPES, ROTATING
 from fused_optim.formats.masters import Master, join_remainder, split_remainder
 from fused_optim.formats.rounding import GOLDEN_RATIO, master_rounding, rounding_bits
 from fused_optim.formats.states import FLOAT16, STATE_FORMATS, Kind, StateFormat, decode_state, encode_state
 from fused_optim.quantized import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+from fused_optim.rules import RULES
 from shard_works import ELEMENT_NUMBERS, shard_work
 
 FORMATS = sorted(set(STATE_FORMATS.values()), key=lambda fmt: fmt.code)
@@ -33,6 +33,7 @@ PARAMETERS += [(dtype, kind) for dtype in FLOAT_DTYPES[1:] for kind in (Master.F
 PARAMETERS += [(torch.bfloat16, kind) for kind in (Master.REMAINDER16, Master.REMAINDER8)]
 ALL_PARAMETERS = pytest.mark.parametrize(("dtype", "kind"), PARAMETERS, ids=lambda x: getattr(x, "name", str(x)))
 SIZES = [(1, 128), (31, 32), (129, 128), (256, 64), (1000, 32), (5003, 128), (20_480, 128), (3333, 64)]
+RULE = list(RULES).index("lion")
 KEY, OFFSET = 0x12345678, 2**35 - 4096
 
 
@@ -56,8 +57,8 @@ class Group:
     pointers: dict[str, Tensor] = field(default_factory=dict)
 
     def arguments(self) -> tuple[Any, ...]:
-        numbers = self.lr, self.beta1, self.beta2, 1e-8, self.weight_decay, self.step
-        return *numbers, self.decoupled, True, self.maximize, self.stochastic
+        numbers = self.lr, self.weight_decay, [self.beta1, self.beta2], self.step
+        return *numbers, self.decoupled, self.maximize, self.stochastic
 
 
 class Shard:
@@ -163,7 +164,7 @@ def launch(shards: list[Shard], group: Group, device: str, **weight: Any) -> Non
     engine: Any = load_engine(device)[0]
     reader = engine.TensorReader(None, Tensor, keys=[], examples=[], copied=[])
     numbers = [0] * len(shards)
-    table = engine.ShardTable(Rule.LION, ["momentum"], numbers, 1, reader, reader, ELEMENT_NUMBERS, DTensor)
+    table = engine.ShardTable(RULE, ["momentum"], numbers, 1, reader, reader, ELEMENT_NUMBERS, DTensor)
     table.set_group(0, *group.arguments(), **{name: x.data_ptr() for name, x in group.pointers.items()})
     for i, shard in enumerate(shards):
         table.set_shard(i, shard_work(**{**shard.arguments(), **weight}))
@@ -294,8 +295,8 @@ def test_quantized_weights_are_written_by_the_update(
     fmt: StateFormat, recipe: Recipe, kind: Master, engine: str
 ) -> None:
     compiled: Any = load_engine(engine)[0]
-    has_kernels = fmt.name != "float16"  # setup.py: OWN_KERNELS
-    assert compiled.writes_weights(Rule.LION, (fmt.code,)) == (engine == "cpu" or has_kernels)
+    has_kernels = fmt.name != "float16"  # rules.toml: own_kernels
+    assert compiled.writes_weights(RULE, (fmt.code,)) == (engine == "cpu" or has_kernels)
     if engine == "cuda" and not has_kernels:
         return
     shape = (12, 384)
@@ -336,4 +337,4 @@ def test_a_plan_takes_the_states_of_its_rule(engine: str) -> None:
     compiled: Any = load_engine(engine)[0]
     for formats in ((), (0, 0)):
         with pytest.raises(ValueError, match="as many states as the rule has"):
-            compiled.writes_weights(Rule.LION, formats)
+            compiled.writes_weights(RULE, formats)

@@ -1,6 +1,9 @@
 // What the CPU engine's updates store, for every combination of formats: a line for each tensor, with a hash of its
 // bits. Programs for different processors print the same, for NaNs are hashed as one NaN.
+#include <algorithm>
 #include <cstdio>
+#include <iterator>
+#include <string>
 #include <vector>
 
 #include "launch.h"
@@ -85,16 +88,20 @@ struct Kinds {
     bool special;
 };
 
-Hyper hyper_of(int options, int step, const float (&scaling)[2]) {
+Hyper hyper_of(Rule rule, int options, int step, const float (&scaling)[2]) {
     Hyper hyper{};
     hyper.lr = 0.01;
-    hyper.beta1 = 0.9;
-    hyper.beta2 = 0.99;
-    hyper.eps = options == 1 ? 0.0 : 1e-8;
+    const double eps = options == 1 ? 0.0 : 1e-8;
+    const double usual[] = {0.9, 0.99, eps, options != 2 ? 1.0 : 0.0};  // of which Lion and Muon take two
+    const double slow[] = {0.9, 0.99, 0.999, 5.0, eps, 2.0, 10.0, -0.10536, -0.0010005};
+    if (rule == Rule::kAdemamix) {
+        std::copy(std::begin(slow), std::end(slow), hyper.values);
+    } else {
+        std::copy(std::begin(usual), std::end(usual), hyper.values);
+    }
     hyper.weight_decay = 0.1;
     hyper.step = step;
     hyper.decoupled = options != 1;
-    hyper.bias_correction = options != 2;
     hyper.maximize = options == 1;
     hyper.stochastic_rounding = options != 1;
     if (options == 1) hyper.grad_scale = &scaling[0];
@@ -119,7 +126,7 @@ void update(const Kinds& k) {
     for (size_t i = 0; is_remainder(k.master) && i < master.size(); ++i) master[i] = Random{2}.at(i) & 0xFFu;
     Bytes state_bytes[kMaxStates];
     for (int i = 0; i < states; ++i) state_bytes[i].resize(kNumel * format_bytes(k.states[i]));
-    Bytes scales(4 * (kMaxStates + 1) * (kNumel / 32 + 1)), weight_scales, changes(kNumel / 8 + 4);
+    Bytes scales(4 * (kMaxStates + 1) * (kNumel / 32 + 1)), weight_scales;
     if (k.quantized) {
         weight_scales.resize(numel);
         const float whole = 0.001f;
@@ -148,7 +155,7 @@ void update(const Kinds& k) {
         shard.block_log2 = static_cast<uint8_t>(k.block_log2);
         shard.quantized = k.quantized;
         shard.weight_format = k.weight;
-        launch_cpu({k.rule, {shard}, {hyper_of(k.options, step, scaling)}}, 1);
+        launch_cpu({k.rule, {shard}, {hyper_of(k.rule, k.options, step, scaling)}}, 1);
     }
 
     print(k, "grad", hash_elements(k.grad, grad));
@@ -156,7 +163,7 @@ void update(const Kinds& k) {
     print(k, "master", k.master == Master::kFloat32 ? hash_elements(Element::kFloat32, master) : hash_codes(master));
     for (int i = 0; i < states; ++i) {
         const bool codes = is_scaled(k.states[i]);
-        print(k, i == 0 ? "state0" : "state1",
+        print(k, ("state" + std::to_string(i)).c_str(),
               codes ? hash_codes(state_bytes[i]) : hash_elements(unscaled_type(k.states[i]), state_bytes[i]));
     }
     print(k, "scales", hash_elements(Element::kFloat32, scales));
@@ -212,7 +219,7 @@ void each_combination() {
                 Kinds k{};
                 k.rule = rule;
                 k.states[0] = first;
-                k.states[1] = second;
+                std::fill(k.states + 1, k.states + kMaxStates, second);
                 const int states = state_count(rule);
                 if ((states > 0 || first == Format{}) && (states > 1 || second == Format{})) each_parameter(k);
             });

@@ -14,7 +14,7 @@ from fused_optim.backends.products import EngineProducts, Product, Products, Tor
 from fused_optim.matrices.gram import _cuts, orthogonalized_together
 from fused_optim.matrices.newton_schulz import coefficients_of, orthogonalized
 from fused_optim.matrices.orthogonalize import orthogonalize
-from fused_optim.rule import Orthogonalization
+from fused_optim.rules import Orthogonalization
 
 JORDAN = (3.4445, -4.7750, 2.0315)
 SHAPES = [(64, 160), (160, 64), (64, 64), (64, 72), (8, 8), (64, 160)]

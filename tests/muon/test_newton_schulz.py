@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.matrices.newton_schulz import coefficients_of, orthogonalized
-from fused_optim.rule import Orthogonalization
+from fused_optim.rules import Orthogonalization
 
 JORDAN = (3.4445, -4.7750, 2.0315)
 SHAPES = [(1, 1), (1, 40), (40, 1), (32, 32), (24, 100), (100, 24), (65, 63)]

@@ -6,9 +6,12 @@ import os
 import shutil
 import subprocess
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from build_script import load_build_script
 
 ROOT = Path(__file__).parents[2]
 BLOCK = 256
@@ -16,15 +19,19 @@ CLUSTERS = 66  # of an H100
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler")
-    made = tmp_path_factory.mktemp("blocks") / "product_blocks"
+    folder = tmp_path_factory.mktemp("blocks")
     source = Path(__file__).with_name("product_blocks.cpp")
-    command = [compiler, "-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc/multi_tensor'}"]
-    subprocess.run([*command, str(source), "-o", str(made)], check=True)
-    return made
+    includes = [f"-I{ROOT / 'csrc/multi_tensor'}", f"-I{folder}"]
+    with pytest.MonkeyPatch.context() as patch:
+        script = load_build_script(patch)
+        script.write_rules(script.read_rules(), folder)
+        command = [compiler, "-std=c++17", "-Wall", "-Wextra", "-Werror", *includes]
+        subprocess.run([*command, str(source), "-o", str(folder / "product_blocks")], check=True)
+        yield folder / "product_blocks"
 
 
 def shares(

@@ -2,7 +2,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -42,16 +44,15 @@ const T* pointer(uint64_t address) {
     return reinterpret_cast<const T*>(address);
 }
 
-void set_group(ShardTable& table, size_t i, double lr, double beta1, double beta2, double eps, double weight_decay,
-               int64_t number, bool decoupled, bool bias_correction, bool maximize, bool stochastic_rounding,
-               uint64_t lr_pointer, uint64_t grad_scale, uint64_t grad_factor, uint64_t found_inf,
-               uint64_t step_pointer) {
+// `values`: the rule's own hyperparameters, in the order of rules.toml.
+void set_group(ShardTable& table, size_t i, double lr, double weight_decay, const std::vector<double>& values,
+               int64_t number, bool decoupled, bool maximize, bool stochastic_rounding, uint64_t lr_pointer,
+               uint64_t grad_scale, uint64_t grad_factor, uint64_t found_inf, uint64_t step_pointer) {
     Hyper hyper{};
+    if (values.size() > std::size(hyper.values)) throw std::invalid_argument("fused_optim: too many hyperparameters");
     hyper.lr = lr;
-    hyper.beta1 = beta1;
-    hyper.beta2 = beta2;
-    hyper.eps = eps;
     hyper.weight_decay = weight_decay;
+    std::copy(values.begin(), values.end(), hyper.values);
     hyper.step = number;
     hyper.lr_pointer = pointer<float>(lr_pointer);
     hyper.grad_scale = pointer<float>(grad_scale);
@@ -59,7 +60,6 @@ void set_group(ShardTable& table, size_t i, double lr, double beta1, double beta
     hyper.found_inf = pointer<float>(found_inf);
     hyper.step_pointer = reinterpret_cast<int64_t*>(step_pointer);
     hyper.decoupled = decoupled;
-    hyper.bias_correction = bias_correction;
     hyper.maximize = maximize;
     hyper.stochastic_rounding = stochastic_rounding;
     table.group(i) = hyper;
@@ -173,18 +173,22 @@ bool are_items(const py::dict& dict, const Numbers& keys, const Numbers& values)
     return true;
 }
 
+template <class... Kinds>
+py::tuple names_of(Kinds... kinds) {
+    return py::make_tuple(EnumNames<StateKind>::all[static_cast<int>(kinds)]...);
+}
+
 // The tables as Python spells them in backends/tables.py: rows without their enumerators.
 py::dict tables() {
 #define FUSED_OPTIM_TUPLE(enumerator, ...) py::make_tuple(__VA_ARGS__),
-#define FUSED_OPTIM_KINDS(enumerator, name, first, second)                              \
-    py::make_tuple(name, EnumNames<StateKind>::all[static_cast<int>(StateKind::first)], \
-                   EnumNames<StateKind>::all[static_cast<int>(StateKind::second)]),
+#define FUSED_OPTIM_RULE_ROW(enumerator, name, kinds, hyperparameters, reads) \
+    py::make_tuple(name, names_of kinds, py::make_tuple hyperparameters),
     using Rows = std::vector<py::tuple>;
     const std::pair<const char*, Rows> all[] = {
         {"Element", {FUSED_OPTIM_ELEMENTS(FUSED_OPTIM_TUPLE)}},
         {"Master", {FUSED_OPTIM_MASTERS(FUSED_OPTIM_TUPLE)}},
         {"Format", {FUSED_OPTIM_FORMATS(FUSED_OPTIM_TUPLE)}},
-        {"Rule", {FUSED_OPTIM_RULES(FUSED_OPTIM_KINDS)}},
+        {"Rule", {FUSED_OPTIM_RULES(FUSED_OPTIM_RULE_ROW)}},
         {"CachedShard", {FUSED_OPTIM_CACHED(FUSED_OPTIM_TUPLE)}},
         {"WeightFormat", {FUSED_OPTIM_WEIGHT_FORMATS(FUSED_OPTIM_TUPLE)}},
         {"ScaleStage", {FUSED_OPTIM_SCALE_STAGES(FUSED_OPTIM_TUPLE)}},
@@ -267,10 +271,10 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
         .def("updated", &ShardTable::updated, py::arg("cached"))
         .def("mark", &ShardTable::mark, py::arg("cached"))
         .def("groups_with_gradients", &ShardTable::groups_with_gradients)
-        .def("set_group", &set_group, py::arg("group"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
-             py::arg("eps"), py::arg("weight_decay"), py::arg("step"), py::arg("decoupled"), py::arg("bias_correction"),
-             py::arg("maximize"), py::arg("stochastic_rounding"), py::arg("lr_pointer") = 0, py::arg("grad_scale") = 0,
-             py::arg("grad_factor") = 0, py::arg("found_inf") = 0, py::arg("step_pointer") = 0)
+        .def("set_group", &set_group, py::arg("group"), py::arg("lr"), py::arg("weight_decay"), py::arg("values"),
+             py::arg("step"), py::arg("decoupled"), py::arg("maximize"), py::arg("stochastic_rounding"),
+             py::arg("lr_pointer") = 0, py::arg("grad_scale") = 0, py::arg("grad_factor") = 0, py::arg("found_inf") = 0,
+             py::arg("step_pointer") = 0)
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
         .def("launch", &launch, py::arg("device"), py::arg("stream"), py::arg("workspace") = 0,
              py::arg("workspace_size") = 0)

@@ -13,20 +13,19 @@
 
 namespace fused_optim {
 
-// What Python keeps, one tuple per shard: the fields of fused_optim/backends's CachedShard. Those up to the master are
-// tensors of one form. Parameter and local tensor are weak references, others let go of them at any time; of what torch
-// may swap they are tuples that keep it.
-#define FUSED_OPTIM_CACHED(ROW)    \
-    ROW(kParamRef, "param_ref")    \
-    ROW(kState0, "state0")         \
-    ROW(kState1, "state1")         \
-    ROW(kMaster, "master")         \
-    ROW(kSpec, "spec")             \
-    ROW(kStates, "states")         \
-    ROW(kLocalRef, "local_ref")    \
-    ROW(kComponents, "components") \
-    ROW(kNames, "names")           \
-    ROW(kParts, "parts")           \
+// What Python keeps, one tuple per shard: the fields of fused_optim/backends's CachedShard. Parameter, states and
+// master are tensors of one form. Parameter and local tensor are weak references, others let go of them at any time; of
+// what torch may swap they are tuples that keep it.
+#define FUSED_OPTIM_CACHED(ROW)         \
+    ROW(kParamRef, "param_ref")         \
+    ROW(kStateTensors, "state_tensors") \
+    ROW(kMaster, "master")              \
+    ROW(kSpec, "spec")                  \
+    ROW(kStates, "states")              \
+    ROW(kLocalRef, "local_ref")         \
+    ROW(kComponents, "components")      \
+    ROW(kNames, "names")                \
+    ROW(kParts, "parts")                \
     ROW(kMasterLocal, "master_local")
 FUSED_OPTIM_ENUM(Cached, FUSED_OPTIM_CACHED);
 
@@ -34,9 +33,16 @@ inline PyObject* field(PyObject* cached, Cached which) {
     return PyTuple_GET_ITEM(cached, static_cast<Py_ssize_t>(which));
 }
 
-inline Cached cached_state(int state) {
-    static_assert(static_cast<int>(Cached::kMaster) - static_cast<int>(Cached::kState0) == kMaxStates);
-    return static_cast<Cached>(static_cast<int>(Cached::kState0) + state);
+// The tensors of a shard that have the parameter's form, by place.
+constexpr size_t kParamPlace = 0, kMasterPlace = 1, kFirstStatePlace = 2;
+constexpr size_t kPlaces = kFirstStatePlace + kMaxStates;
+
+// The tensor beside the parameter at a place; None where there is none.
+inline PyObject* tensor_at(PyObject* cached, size_t place) {
+    if (place == kMasterPlace) return field(cached, Cached::kMaster);
+    PyObject* states = field(cached, Cached::kStateTensors);
+    const auto state = static_cast<Py_ssize_t>(place - kFirstStatePlace);
+    return state < PyTuple_GET_SIZE(states) ? PyTuple_GET_ITEM(states, state) : Py_None;
 }
 
 // What a reference refers to; null where that is gone.
@@ -91,11 +97,9 @@ struct CachedShard {
         DLDataType type{};
     };
     DLDevice device{};  // the gradient's
-    std::array<Kind, static_cast<size_t>(Cached::kMaster) + 1> kinds{};
+    std::array<Kind, kPlaces> kinds{};
     std::vector<int64_t> shape;
     std::vector<int64_t> weight_sizes;  // bytes of a quantized weight's codes and scales, where the pass writes them
-
-    Kind& kind(Cached which) { return kinds[static_cast<size_t>(which)]; }
 
     bool has_form_of(const DLTensor& t) const {
         if (static_cast<size_t>(t.dims) != shape.size()) return false;
@@ -105,15 +109,13 @@ struct CachedShard {
         return (t.data || !shard.numel) && is_contiguous(t);
     }
 
-    bool has_kind_of(Cached which, const DLTensor& t) const {
-        const Kind& kind = kinds[static_cast<size_t>(which)];
-        return t.device == kind.device && t.type == kind.type;
+    bool has_kind_of(size_t place, const DLTensor& t) const {
+        return t.device == kinds[place].device && t.type == kinds[place].type;
     }
 
     // A float tensor beside the parameter; remainders complete whatever the parameter is.
     bool has_own_master(PyObject* cached) const {
-        return field(cached, Cached::kMaster) != Py_None &&
-               kinds[static_cast<size_t>(Cached::kMaster)].type.code == kDLFloat;
+        return field(cached, Cached::kMaster) != Py_None && kinds[kMasterPlace].type.code == kDLFloat;
     }
 };
 

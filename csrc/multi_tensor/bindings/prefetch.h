@@ -90,7 +90,7 @@ private:
     static constexpr size_t kStages = 5;  // equally far apart
 
     // The tensors of a row, as far as it has been fetched: objects, local tensors' objects, torch's own tensors.
-    using Tensors = std::array<const void*, 6>;
+    using Tensors = std::array<const void*, kPlaces + 2>;
 
     template <class Fetch>
     void at_stage(size_t ahead, size_t stage, Fetch fetch) {
@@ -102,12 +102,10 @@ private:
         PyObject* tuple = item(cached_, row);
         PyObject* parts = field(tuple, Cached::kParts);
         const auto read = std::min<size_t>(rows_[row].weight_sizes.size(), PyTuple_GET_SIZE(parts));
-        return {read > 0 ? PyTuple_GET_ITEM(parts, 0) : tensors_[row].param.ptr(),
-                read > 1 ? PyTuple_GET_ITEM(parts, 1) : nullptr,
-                field(tuple, Cached::kState0),
-                field(tuple, Cached::kState1),
-                field(tuple, Cached::kMaster),
-                tensors_[row].grad.ptr()};
+        Tensors tensors{read > 0 ? PyTuple_GET_ITEM(parts, 0) : tensors_[row].param.ptr(),
+                        read > 1 ? PyTuple_GET_ITEM(parts, 1) : nullptr, tensors_[row].grad.ptr()};
+        for (size_t place = kMasterPlace; place < kPlaces; ++place) tensors[place + 2] = tensor_at(tuple, place);
+        return tensors;
     }
 
     static PyObject* object_at(const void* tensor) { return static_cast<PyObject*>(const_cast<void*>(tensor)); }

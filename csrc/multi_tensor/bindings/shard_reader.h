@@ -32,18 +32,18 @@ public:
     bool cache(CachedShard& row, PyObject* cached) const {
         const py::object param = parameter(cached);
         if (!param) return false;
-        const Cached first = is_quantized(cached) ? Cached::kMaster : Cached::kParamRef;  // gives the form
-        for (Cached which : {first, Cached::kState0, Cached::kState1, Cached::kMaster}) {
+        const size_t first = is_quantized(cached) ? kMasterPlace : kParamPlace;  // gives the form
+        for (size_t place = first; place < kPlaces; ++place) {
             DLTensor tensor;
-            PyObject* object = which == Cached::kParamRef ? param.ptr() : field(cached, which);
+            PyObject* object = place == kParamPlace ? param.ptr() : tensor_at(cached, place);
             if (object == Py_None) continue;
-            if (!read_local(reader_of(which), object, is_sharded(cached), tensor)) return false;
-            if (which == first) {
+            if (!read_local(reader_at(place), object, is_sharded(cached), tensor)) return false;
+            if (place == first) {
                 row.device = tensor.device;
                 row.shape.assign(tensor.shape, tensor.shape + tensor.dims);
             }
             if (!row.has_form_of(tensor)) return false;
-            row.kind(which) = {tensor.device, tensor.type};
+            row.kinds[place] = {tensor.device, tensor.type};
         }
         if (is_quantized(cached) && !cache_weight(row, field(cached, Cached::kParts))) return false;
         if (row.has_own_master(cached)) row.versions = find_versions(row, cached, param.ptr());
@@ -56,14 +56,13 @@ public:
         const bool sharded = is_sharded(cached);
         PyObject* spec = field(cached, Cached::kSpec);
         if (sharded && spec_.get(param).ptr() != spec) return false;
-        const bool found = is_quantized(cached)
-                               ? refresh_weight(row, cached, param, sharded)
-                               : refresh_tensor(row, Cached::kParamRef, param, sharded, row.shard.param);
-        return found && has_states(cached) &&
-               refresh_state(row, Cached::kState0, cached, sharded, row.shard.states[0].address) &&
-               refresh_state(row, Cached::kState1, cached, sharded, row.shard.states[1].address) &&
-               refresh_state(row, Cached::kMaster, cached, sharded, row.shard.master) &&
-               refresh_gradient(row, spec, grad);
+        const bool found = is_quantized(cached) ? refresh_weight(row, cached, param, sharded)
+                                                : refresh_tensor(row, kParamPlace, param, sharded, row.shard.param);
+        if (!found || !has_states(cached)) return false;
+        for (size_t i = 0; i < state_names_.size(); ++i) {
+            if (!refresh_state(row, kFirstStatePlace + i, cached, sharded, row.shard.states[i].address)) return false;
+        }
+        return refresh_state(row, kMasterPlace, cached, sharded, row.shard.master) && refresh_gradient(row, spec, grad);
     }
 
     // Of a shard whose addresses were just taken.
@@ -91,7 +90,7 @@ public:
 private:
     static constexpr Py_ssize_t kWritten = 2;  // the first components: codes and scales
 
-    const TensorReader& reader_of(Cached which) const { return which == Cached::kParamRef ? reader_ : state_reader_; }
+    const TensorReader& reader_at(size_t place) const { return place == kParamPlace ? reader_ : state_reader_; }
 
     bool read_local(const TensorReader& reader, PyObject* object, bool sharded, DLTensor& out) const {
         if (!sharded) return reader.read(object, out);
@@ -127,17 +126,17 @@ private:
     }
 
     // The address of a tensor that has the form, device and type it had.
-    bool refresh_tensor(const CachedShard& row, Cached which, PyObject* object, bool sharded, uint64_t& target) const {
+    bool refresh_tensor(const CachedShard& row, size_t place, PyObject* object, bool sharded, uint64_t& target) const {
         DLTensor tensor;
-        if (!read_local(reader_of(which), object, sharded, tensor)) return false;
-        if (!row.has_form_of(tensor) || !row.has_kind_of(which, tensor)) return false;
+        if (!read_local(reader_at(place), object, sharded, tensor)) return false;
+        if (!row.has_form_of(tensor) || !row.has_kind_of(place, tensor)) return false;
         target = address(tensor);
         return true;
     }
 
-    bool refresh_state(const CachedShard& row, Cached which, PyObject* cached, bool sharded, uint64_t& target) const {
-        PyObject* state = field(cached, which);
-        return state == Py_None || refresh_tensor(row, which, state, sharded, target);
+    bool refresh_state(const CachedShard& row, size_t place, PyObject* cached, bool sharded, uint64_t& target) const {
+        PyObject* state = tensor_at(cached, place);
+        return state == Py_None || refresh_tensor(row, place, state, sharded, target);
     }
 
     // A quantized weight: the same local tensors and components. Of those that the pass writes the sizes are the same,
@@ -176,7 +175,7 @@ private:
             tensors[count++] = tensor;
         };
         for (size_t i = 0; i < state_names_.size(); ++i) {
-            add(state_names_[i], field(cached, cached_state(static_cast<int>(i))));
+            add(state_names_[i], tensor_at(cached, kFirstStatePlace + i));
         }
         add(master_, field(cached, Cached::kMaster));
         return holds(field(cached, Cached::kStates), names.data(), tensors.data(), count);

@@ -297,14 +297,16 @@ float* in_place(float* tile, bool is_float32, uint64_t address, uint64_t element
     return is_float32 && count == kTile ? pointer<float>(address, element) : tile;
 }
 
-void scale_gradient(float* grad, const float* param, const Scalars s) {
+template <Rule rule>
+void scale_gradient(float* grad, const float* param, const Scalars<rule> s) {
     for (int i = 0; i < kTile; ++i) grad[i] = scaled_gradient(grad[i], s);
     if (s.l2_penalty != 0.0f) {
         for (int i = 0; i < kTile; ++i) grad[i] = penalized_gradient(grad[i], param[i], s);
     }
 }
 
-void store_unscaled(const Shard& shard, const Scalars& scalars, const float* grad, uint64_t element, int count) {
+template <Rule rule>
+void store_unscaled(const Shard& shard, const Scalars<rule>& scalars, const float* grad, uint64_t element, int count) {
     alignas(64) float tile[kTile];
     for (int i = 0; i < kTile; ++i) tile[i] = unscaled_gradient(grad[i], scalars);
     store(tile, nullptr, shard.grad_type, shard.grad, element, count);
@@ -315,12 +317,13 @@ void store_unscaled(const Shard& shard, const Scalars& scalars, const float* gra
 struct Direct {
     bool grad, param, states;
 
-    Direct(int state_count, const Shard& shard, const Scalars& scalars, int count) {
+    template <Rule rule>
+    Direct(const Shard& shard, const Scalars<rule>& scalars, int count) {
         const bool whole = count == kTile && scalars.unchanged_gradient && !scalars.writes_gradient;
         grad = whole && shard.grad_type == Element::kBFloat16;
         param = grad && shard.param_type == Element::kBFloat16 && !shard.quantized && !is_scaled(shard.master_kind);
         states = whole;
-        for (int i = 0; i < state_count; ++i) states = states && shard.states[i].format == Format::kBFloat16;
+        for (int i = 0; i < state_count(rule); ++i) states = states && shard.states[i].format == Format::kBFloat16;
     }
 };
 
@@ -344,7 +347,7 @@ struct Tile {
 };
 
 template <Rule rule, class Grad, class Param, int... i>
-uint32_t update_states(const Tile<rule>& tile, const Scalars& scalars, const Direct& direct, const Grad grad,
+uint32_t update_states(const Tile<rule>& tile, const Scalars<rule>& scalars, const Direct& direct, const Grad grad,
                        const Param param, std::integer_sequence<int, i...>) {
     constexpr int square = square_state(rule);
     if (direct.states) {
@@ -362,7 +365,7 @@ uint32_t update_states(const Tile<rule>& tile, const Scalars& scalars, const Dir
 
 // The bits of the largest magnitude that was rounded to BF16.
 template <Rule rule>
-uint32_t update_values(const Tile<rule>& tile, const Scalars& scalars, const Direct& direct) {
+uint32_t update_values(const Tile<rule>& tile, const Scalars<rule>& scalars, const Direct& direct) {
     const auto update = [&](auto grad, auto param) {
         return update_states(tile, scalars, direct, grad, param, std::make_integer_sequence<int, state_count(rule)>{});
     };
@@ -383,7 +386,7 @@ uint32_t update_values(const Tile<rule>& tile, const Scalars& scalars, const Dir
 // Formats are looked at once per tile and stage: no need for an instance per combination of formats. Returns the bits
 // of the largest finite magnitude of a quantized weight.
 template <Rule rule>
-uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t element, int count) {
+uint32_t update_tile(const Shard& shard, const Scalars<rule>& scalars, uint64_t element, int count) {
     constexpr int states = state_count(rule);
     alignas(64) float grad_tile[kTile], param_tile[kTile], state_tiles[state_places(rule)][kTile], root[kTile],
         before[kTile];
@@ -396,7 +399,7 @@ uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t elemen
     float* const param = in_place(param_tile, float32_master, master, element, count);
     const bool float32_grad = shard.grad_type == Element::kFloat32 && scalars.unchanged_gradient;
     float* const grad = in_place(grad_tile, float32_grad, shard.grad, element, count);  // updates do not write there
-    const Direct direct(states, shard, scalars, count);
+    const Direct direct(shard, scalars, count);
     Tile<rule> tile{shard, element, grad, param, {}, root, bits};
     Scales scales[states + 1];  // the last: the master's
     scales[0] = {pointer<float>(shard.scales, element >> shard.block_log2), 1 << shard.block_log2};
@@ -451,11 +454,11 @@ uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t elemen
 }
 
 template <Rule rule>
-uint32_t update_range(const Shard& shard, const Scalars& scalars, uint64_t begin, uint64_t end) {
+uint32_t update_range(const Shard& shard, const Scalars<rule>& scalars, uint64_t begin, uint64_t end) {
     uint32_t largest = 0;
     for (uint64_t element = begin; element < end; element += kTile) {
         const int count = static_cast<int>(end - element < kTile ? end - element : kTile);
-        const uint32_t found = update_tile<rule>(shard, scalars, element, count);
+        const uint32_t found = update_tile(shard, scalars, element, count);
         largest = found > largest ? found : largest;
     }
     return largest;
@@ -463,13 +466,15 @@ uint32_t update_range(const Shard& shard, const Scalars& scalars, uint64_t begin
 
 }  // namespace
 
-// `begin` is a multiple of kTile, `end` too unless it is the shard's end. Returns the bits of the largest finite
-// magnitude of a quantized weight.
-uint32_t FUSED_OPTIM_JOIN(update_range_, FUSED_OPTIM_ISA)(Rule rule, const Shard& shard, const Scalars& scalars,
+// `scalars`: Scalars<rule>. `begin` is a multiple of kTile, `end` too unless it is the shard's end. Returns the bits of
+// the largest finite magnitude of a quantized weight.
+uint32_t FUSED_OPTIM_JOIN(update_range_, FUSED_OPTIM_ISA)(Rule rule, const Shard& shard, const void* scalars,
                                                           uint64_t begin, uint64_t end) {
     DenormalsOn guard;
-    return dispatch_rule(rule,
-                         [&](auto known) { return update_range<decltype(known)::value>(shard, scalars, begin, end); });
+    return dispatch_rule(rule, [&](auto known) {
+        constexpr Rule kRule = decltype(known)::value;
+        return update_range(shard, *static_cast<const Scalars<kRule>*>(scalars), begin, end);
+    });
 }
 
 }  // namespace fused_optim

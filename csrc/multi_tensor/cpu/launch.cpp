@@ -9,7 +9,7 @@
 
 namespace fused_optim {
 
-using UpdateRange = uint32_t(Rule, const Shard&, const Scalars&, uint64_t, uint64_t);
+using UpdateRange = uint32_t(Rule, const Shard&, const void*, uint64_t, uint64_t);
 FUSED_OPTIM_PER_ISA(UpdateRange, update_range)
 
 namespace {
@@ -29,12 +29,11 @@ void raise_absmax(const Chunk& chunk) {
     *absmax = larger(bits_float(chunk.largest), *absmax);
 }
 
-}  // namespace
-
-void launch_cpu(const Step& step, int threads) {
+template <Rule rule>
+void launch(const Step& step, int threads) {
     static UpdateRange* const update_range = best_update_range();
-    std::vector<Scalars> scalars;
-    for (const Hyper& hyper : step.groups) scalars.push_back(derive(step.rule, hyper));
+    std::vector<Scalars<rule>> scalars;
+    for (const Hyper& hyper : step.groups) scalars.push_back(derive<rule>(hyper));
     std::vector<Chunk> chunks;
     uint64_t elements = 0;
     for (const Shard& shard : step.shards) {
@@ -46,12 +45,18 @@ void launch_cpu(const Step& step, int threads) {
     for_each_index(chunks.size(), useful, [&](size_t i) {
         const Shard& shard = *chunks[i].shard;
         uint64_t end = std::min(chunks[i].begin + kChunk, shard.numel);
-        chunks[i].largest = update_range(step.rule, shard, scalars[shard.group], chunks[i].begin, end);
+        chunks[i].largest = update_range(rule, shard, &scalars[shard.group], chunks[i].begin, end);
     });
     std::for_each(chunks.begin(), chunks.end(), raise_absmax);
     for (const Hyper& hyper : step.groups) {
         if (hyper.step_pointer && !is_skipped(hyper)) *hyper.step_pointer += 1;
     }
+}
+
+}  // namespace
+
+void launch_cpu(const Step& step, int threads) {
+    dispatch_rule(step.rule, [&](auto rule) { launch<decltype(rule)::value>(step, threads); });
 }
 
 }  // namespace fused_optim

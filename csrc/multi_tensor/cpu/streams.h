@@ -99,7 +99,7 @@ struct SplitStream {
 // The twin of the CUDA engine's update. Gradients are as they should be. Returns the largest magnitude's bits of what
 // was rounded to BF16. `bits`: what streams round by; `root`: gets the roots of the new squares if they are kept.
 template <Rule rule, bool keeps_root, class Grad, class Param, class... States>
-uint32_t update_streams(const Grad grad, const Param param, float* root, const uint32_t* bits, const Scalars s,
+uint32_t update_streams(const Grad grad, const Param param, float* root, const uint32_t* bits, const Scalars<rule> s,
                         const States... states) {
     constexpr int square = square_state(rule);
     uint32_t largest = 0;

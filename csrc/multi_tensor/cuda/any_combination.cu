@@ -10,7 +10,7 @@ struct AnyCombination {
     static constexpr int kTilesPerChunk = kMaxTilesPerChunk;
     static constexpr bool kScaledMasters = true;
     static constexpr uint32_t kRingBytes = 0;
-    using Table = BasicTable;
+    using Table = BasicTable<AnyFormats::rule>;
 
     __device__ __forceinline__ static void vectors() { vector_loop<AnyFormats>(); }
     __device__ __forceinline__ static void others() {
@@ -21,13 +21,9 @@ struct AnyCombination {
 }  // namespace
 
 template <>
-Kernel<BasicTable>& kernel_of_any_combination<AnyFormats::rule>() {
-    static Kernel<BasicTable> kernel{multi_tensor_update<AnyCombination>,
-                                     kSharedBytes<AnyCombination>,
-                                     AnyCombination::kTilesPerChunk,
-                                     AnyCombination::kScaledMasters,
-                                     AnyFormats::rule,
-                                     true};
+Kernel<AnyCombination::Table>& kernel_of_any_combination<AnyFormats::rule>() {
+    static Kernel<AnyCombination::Table> kernel{multi_tensor_update<AnyCombination>, kSharedBytes<AnyCombination>,
+                                                AnyCombination::kTilesPerChunk, AnyCombination::kScaledMasters, true};
     return kernel;
 }
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/codecs.cuh"
-#include "cuda/table.cuh"
+#include "cuda/view.cuh"
 #include "cuda/warp.cuh"
 #include "dispatch.h"
 #include "update.h"
@@ -212,7 +212,7 @@ template <Rule rule, class Codecs, bool has_weights, bool scaled_masters>
 __device__ __noinline__ void general_loop() {
     constexpr int count = state_count(rule), square = square_state(rule);
     const View& view = block->view;
-    const Scalars& scalars = block->scalars;
+    const RuleScalars& scalars = block->scalars;
     const int block_log2 = view.info.block_log2;
     Format formats[state_places(rule)];
 #pragma unroll

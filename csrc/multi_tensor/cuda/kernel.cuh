@@ -7,9 +7,8 @@
 
 #include "cuda/general_loop.cuh"
 #include "cuda/kernels.h"
-#include "cuda/table.cuh"
 #include "cuda/vector_loop.cuh"
-#include "rules.h"
+#include "cuda/view.cuh"
 
 namespace fused_optim {
 namespace {

@@ -23,7 +23,6 @@ struct Kernel {
     size_t shared_bytes;
     int tiles_per_chunk;
     bool scaled_masters;  // there may be some
-    Rule rule;
     bool any_combination;
     Master master;  // the combination, where there is one
     Format format;
@@ -40,7 +39,7 @@ struct Kernel {
         return known;
     }
     bool is_of_format(const State* states) const {
-        return std::all_of(states, states + state_count(rule),
+        return std::all_of(states, states + state_count(Table::rule),
                            [this](const State& state) { return codec_format(state.format) == format; });
     }
     bool is_combination_of(const Shard& s) const { return s.master_kind == master && is_of_format(s.states); }
@@ -55,34 +54,35 @@ struct Kernel {
 };
 
 // Those of the combinations in which all states have one format.
+template <Rule rule>
 struct KernelsOfFormat {
-    std::vector<Kernel<BasicTable>*> plain;
-    std::vector<Kernel<WeightsTable>*> with_weights;  // of masters that quantized weights may have
+    std::vector<Kernel<BasicTable<rule>>*> plain;
+    std::vector<Kernel<WeightsTable<rule>>*> with_weights;  // of masters that quantized weights may have
 };
 
 // Defined in one_combination.cu, for the rules and formats that setup.py compiles it for.
 template <Rule rule, Format format>
-const KernelsOfFormat& kernels_of();
+const KernelsOfFormat<rule>& kernels_of();
 
 template <Rule rule, Format... formats>
-std::vector<const KernelsOfFormat*> kernels_of_formats() {
+std::vector<const KernelsOfFormat<rule>*> kernels_of_formats() {
     return {&kernels_of<rule, formats>()...};
 }
 
 // FP32 stands for all formats without scales.
-inline const std::vector<const KernelsOfFormat*>& own_kernels(Rule rule) {
-    static const std::vector<const KernelsOfFormat*> all[] = {
-        kernels_of_formats<Rule::kAdam, Format::kFloat32, Format::kFloat16, Format::kFloat8, Format::kInt8>(),
-        kernels_of_formats<Rule::kLion, Format::kFloat32, Format::kFloat8, Format::kInt8>(),
-        kernels_of_formats<Rule::kMuon, Format::kFloat32, Format::kFloat8, Format::kInt8>(),
-        kernels_of_formats<Rule::kDescent, Format::kFloat32>(),
-    };
-    static_assert(std::size(all) == kCount<Rule>, "kernels of every rule");
-    return all[static_cast<int>(rule)];
-}
+template <Rule rule>
+const std::vector<const KernelsOfFormat<rule>*>& own_kernels();
+#define FUSED_OPTIM_OWN(enumerator, ...)                                                                  \
+    template <>                                                                                           \
+    inline const std::vector<const KernelsOfFormat<Rule::enumerator>*>& own_kernels<Rule::enumerator>() { \
+        static const auto all = kernels_of_formats<Rule::enumerator, __VA_ARGS__>();                      \
+        return all;                                                                                       \
+    }
+FUSED_OPTIM_OWN_KERNELS(FUSED_OPTIM_OWN)
+#undef FUSED_OPTIM_OWN
 
 // Defined in any_combination.cu.
 template <Rule rule>
-Kernel<BasicTable>& kernel_of_any_combination();
+Kernel<BasicTable<rule>>& kernel_of_any_combination();
 
 }  // namespace fused_optim

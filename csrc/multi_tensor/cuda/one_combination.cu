@@ -15,7 +15,7 @@ struct OneCombination {
     static constexpr int kTilesPerChunk = Pace<Formats>::kTilesPerChunk;
     static constexpr bool kScaledMasters = is_scaled(Formats::master);
     static constexpr uint32_t kRingBytes = ring_bytes<Formats>();
-    using Table = std::conditional_t<Formats::has_weights, WeightsTable, BasicTable>;
+    using Table = std::conditional_t<Formats::has_weights, WeightsTable<Formats::rule>, BasicTable<Formats::rule>>;
 
     __device__ __forceinline__ static void vectors() { vector_loop<Formats>(); }
     __device__ __forceinline__ static void others() {
@@ -33,7 +33,6 @@ auto* kernel() {
                                              kSharedBytes<Loops>,
                                              Loops::kTilesPerChunk,
                                              Loops::kScaledMasters,
-                                             kRule,
                                              false,
                                              master,
                                              kFormat};
@@ -41,7 +40,7 @@ auto* kernel() {
 }
 
 template <int... masters>
-KernelsOfFormat kernels(std::integer_sequence<int, masters...>) {
+KernelsOfFormat<kRule> kernels(std::integer_sequence<int, masters...>) {
     // What takes the place of the parameter is never a weight, and has no master.
     if constexpr (!reads_param(kRule))
         return {{kernel<Master::kParameter, false>()}, {}};
@@ -53,8 +52,8 @@ KernelsOfFormat kernels(std::integer_sequence<int, masters...>) {
 }  // namespace
 
 template <>
-const KernelsOfFormat& kernels_of<kRule, kFormat>() {
-    static const KernelsOfFormat all = kernels(std::make_integer_sequence<int, kCount<Master>>{});
+const KernelsOfFormat<kRule>& kernels_of<kRule, kFormat>() {
+    static const KernelsOfFormat<kRule> all = kernels(std::make_integer_sequence<int, kCount<Master>>{});
     return all;
 }
 

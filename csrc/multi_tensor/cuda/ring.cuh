@@ -4,7 +4,7 @@
 #pragma once
 
 #include "cuda/packets.cuh"
-#include "cuda/table.cuh"
+#include "cuda/view.cuh"
 #include "cuda/warp.cuh"
 #include "dispatch.h"
 
@@ -115,9 +115,10 @@ struct Ring {
             if constexpr (kReadsParam) fetch(tile + kParam, view.param_type(), view.param, element);
             if constexpr (is_remainder(master)) fetch<2>(tile + kParam, view.param, element);
             if constexpr (kHasMaster) fetch<kMasterBytes>(tile + kMaster, view.master, element);
-            if constexpr (kStateCount > 0) fetch<kStateBytes>(tile + kStates, view.states[0], element);
-            if constexpr (kStateCount > 1)
-                fetch<kStateBytes>(tile + kStates + kTile * kStateBytes, view.states[1], element);
+            each_state<Formats::rule>([&](auto state) {
+                constexpr int i = decltype(state)::value;
+                fetch<kStateBytes>(tile + kStates + i * kTile * kStateBytes, view.states[i], element);
+            });
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
     }

@@ -1,4 +1,4 @@
-// The table of shards that travels as the kernel's parameter, and what a thread block takes from it.
+// The table of shards that travels as the kernel's parameter.
 #pragma once
 
 #include "cuda/device.h"
@@ -6,6 +6,7 @@
 #include "cuda/warp.cuh"
 #include "launch.h"
 #include "quantize.h"
+#include "rules.h"
 #include "update.h"
 
 namespace fused_optim {
@@ -17,9 +18,9 @@ constexpr int kSmallestBlock = 32;
 constexpr int kLargestBlockLog2 = 7;
 constexpr int kLargestBlock = 1 << kLargestBlockLog2;
 constexpr int kMaxTilesPerChunk = 16;
-constexpr int kChunksPerBlock = 8;  // wanted at least, to balance the load
-constexpr int kMaxShards = 396;
-constexpr int kMaxShardsWithWeights = 334;  // where some may be quantized
+constexpr int kChunksPerBlock = 8;          // wanted at least, to balance the load
+constexpr int kMaxShards = 396;             // of rules with two states at most
+constexpr int kMaxShardsWithWeights = 334;  // the same where some may be quantized
 constexpr int kMaxGroups = 16;
 constexpr int kMaxGeometries = 24;
 constexpr int kBuckets = 256;
@@ -32,7 +33,12 @@ constexpr int bits_for() {
     return bits;
 }
 
-struct ShardInfo {
+// With the formats of `columns` states.
+template <int columns>
+struct ShardInfo;
+
+template <>
+struct ShardInfo<2> {
     uint32_t master_low : 2;
     uint32_t state0 : bits_for<Format>();
     uint32_t state1 : bits_for<Format>();
@@ -49,28 +55,55 @@ struct ShardInfo {
     uint32_t weight_format : bits_for<WeightFormat>();
 
     FUSED_OPTIM_HD Format state_format(int state) const { return static_cast<Format>(state == 0 ? state0 : state1); }
+    void set_state_format(int state, Format format) {
+        if (state == 0) state0 = static_cast<uint32_t>(format);
+        if (state == 1) state1 = static_cast<uint32_t>(format);
+    }
 };
-static_assert(kMaxStates == 2, "as many formats");
-static_assert(sizeof(ShardInfo) == sizeof(uint32_t), "one word");
+static_assert(sizeof(ShardInfo<2>) == sizeof(uint32_t), "one word");
+
+template <int columns>
+struct ShardInfo : ShardInfo<2> {
+    Format others[columns - 2];
+
+    FUSED_OPTIM_HD Format state_format(int state) const {
+        return state < 2 ? ShardInfo<2>::state_format(state) : others[state - 2];
+    }
+    void set_state_format(int state, Format format) {
+        ShardInfo<2>::set_state_format(state, format);
+        if (state > 1) others[state - 2] = format;
+    }
+};
 static_assert(kMaxGroups <= 1 << 4 && kMaxGeometries <= 1 << 6, "numbers that fit");
 
+// States that a rule's table has places for: two at least, so that kernels of all usual rules address alike.
+constexpr int columns_of(Rule rule) { return state_count(rule) > 2 ? state_count(rule) : 2; }
+
+// A shard takes some 76 bytes of the table, and 12 more for each further state.
+constexpr int capacity_of(Rule rule, int of_two) {
+    const int further = columns_of(rule) - 2;
+    return of_two * 76 / (76 + 12 * further) - 8 * further;
+}
+
 // Structure of arrays, so that no padding is wasted on the parameter limit.
-template <int capacity>
+template <Rule rule_, int capacity>
 struct KernelTable {
+    static constexpr Rule rule = rule_;
+    static constexpr int kColumns = columns_of(rule);
     static constexpr uint32_t kShards = capacity;
     uint64_t grad[capacity];
     uint64_t param[capacity];
     uint64_t master[capacity];
-    uint64_t states[kMaxStates][capacity];
+    uint64_t states[kColumns][capacity];
     uint64_t scales[capacity];
     uint64_t numel[capacity];
     uint64_t offset[capacity];
     uint32_t key[capacity];
-    ShardInfo info[capacity];
+    ShardInfo<kColumns> info[capacity];
     uint32_t first_chunk[capacity + 1];
-    Scalars scalars[kMaxGroups];
+    Scalars<rule> scalars[kMaxGroups];
     Geometry geometries[kMaxGeometries];
-    const Scalars* device_scalars;  // read instead of `scalars` unless null
+    const Scalars<rule>* device_scalars;  // read instead of `scalars` unless null
     uint32_t shard_count;
     uint32_t group_count;
     uint32_t geometry_count;
@@ -79,139 +112,23 @@ struct KernelTable {
     uint16_t bucket_shard[kBuckets];  // the shard of chunk (bucket << bucket_log2): where the search begins
 };
 
-using BasicTable = KernelTable<kMaxShards>;
+template <Rule rule>
+using BasicTable = KernelTable<rule, capacity_of(rule, kMaxShards)>;
 
 // Of steps in which parameters may be quantized weights; see Shard.
-template <int capacity>
-struct KernelTableWithWeights : KernelTable<capacity> {
-    uint64_t weight_scales[capacity];
-    uint64_t absmax[capacity];
+template <Rule rule>
+struct WeightsTable : KernelTable<rule, capacity_of(rule, kMaxShardsWithWeights)> {
+    uint64_t weight_scales[WeightsTable::kShards];
+    uint64_t absmax[WeightsTable::kShards];
 };
-using WeightsTable = KernelTableWithWeights<kMaxShardsWithWeights>;
 
 template <class Table>
-constexpr bool kHasWeights = std::is_same_v<Table, WeightsTable>;
-static_assert(sizeof(BasicTable) <= kParameterLimit && sizeof(WeightsTable) <= kParameterLimit,
-              "the table must fit into the kernel's parameters");
+constexpr bool kHasWeights = std::is_same_v<Table, WeightsTable<Table::rule>>;
+#define FUSED_OPTIM_FITS(enumerator, ...)                                        \
+    static_assert(sizeof(BasicTable<Rule::enumerator>) <= kParameterLimit &&     \
+                      sizeof(WeightsTable<Rule::enumerator>) <= kParameterLimit, \
+                  "the table must fit into the kernel's parameters");
+FUSED_OPTIM_RULES(FUSED_OPTIM_FITS)
+#undef FUSED_OPTIM_FITS
 
-namespace {
-
-// From the scales of a weight to those of the blocks that begin at an element.
-struct AdvanceScales {
-    uint64_t& scales;
-    uint64_t element;
-
-    template <class Codec>
-    __device__ __forceinline__ void operator()(Codec) const {
-        if constexpr (kWrittenByUpdate<Codec>) scales += element / Codec::kBlock * kScaleBytes<typename Codec::Scale>;
-    }
-};
-
-// What a thread block needs to know of its chunk of a shard. Element 0 is the chunk's first, a multiple of kTile in its
-// shard, so that nothing but the global index needs 64 bits.
-struct View {
-    uint64_t grad;
-    uint64_t param;
-    uint64_t master;
-    uint64_t states[kMaxStates];
-    float* state_scales[kMaxStates];
-    float* master_scales;
-    uint64_t weight_scales;  // those of the chunk's blocks, or the whole weight's
-    uint64_t absmax;
-    uint64_t offset;
-    uint64_t first;  // index in the shard of element 0
-    Geometry geometry;
-    uint32_t key;
-    ShardInfo info;
-    uint32_t count;         // elements of the chunk
-    uint32_t vector_count;  // those that the vector loop updates, from element 0 on
-
-    template <class Table>
-    __device__ __forceinline__ void prepare(const Table& table, int shard, uint64_t begin) {
-        info = table.info[shard];
-        const uint64_t numel = table.numel[shard];
-        grad = table.grad[shard] + begin * element_bytes(grad_type());
-        param = table.param[shard] + begin * element_bytes(param_type());
-        if constexpr (kHasWeights<Table>) prepare_weight(table, shard, begin);
-        master = table.master[shard] + begin * master_bytes(master_kind());
-        for (int i = 0; i < kMaxStates; ++i) {
-            states[i] = table.states[i][shard] + begin * format_bytes(state_format(i));
-        }
-        state_scales[0] = reinterpret_cast<float*>(table.scales[shard]) + (begin >> info.block_log2);
-        const uint64_t blocks = (numel + (1u << info.block_log2) - 1) >> info.block_log2;
-        state_scales[1] = state_scales[0] + (is_scaled(state_format(0)) ? blocks : 0);
-        master_scales = state_scales[1] + (is_scaled(state_format(1)) ? blocks : 0);
-        offset = table.offset[shard];
-        first = begin;
-        geometry = table.geometries[info.geometry];
-        key = table.key[shard];
-        count = static_cast<uint32_t>(min(numel - begin, static_cast<uint64_t>(table.chunk)));
-        vector_count = info.vectors ? count / kVectorSpan * kVectorSpan : 0;
-    }
-
-    template <class Table>
-    __device__ __forceinline__ void prepare_weight(const Table& table, int shard, uint64_t begin) {
-        absmax = table.absmax[shard];
-        weight_scales = table.weight_scales[shard];
-        if (!info.quantized) return;
-        param = table.param[shard] ? table.param[shard] + begin : 0;
-        dispatch_weight(weight_format(), AdvanceScales{weight_scales, begin});
-    }
-
-    __device__ __forceinline__ WeightFormat weight_format() const {
-        return static_cast<WeightFormat>(info.weight_format);
-    }
-    __device__ __forceinline__ Element grad_type() const { return static_cast<Element>(info.grad_type); }
-    __device__ __forceinline__ Element param_type() const { return static_cast<Element>(info.param_type); }
-    __device__ __forceinline__ Master master_kind() const {
-        return static_cast<Master>(info.master_low | info.master_high << 2);
-    }
-    // Gradients in BF16, parameters in BF16 or quantized, and blocks of 128.
-    template <bool has_weights>
-    __device__ __forceinline__ bool is_usual() const {
-        const bool no_type = has_weights && info.quantized;
-        return grad_type() == Element::kBFloat16 && (no_type || param_type() == Element::kBFloat16) &&
-               info.block_log2 == kLargestBlockLog2;
-    }
-    __device__ __forceinline__ void assume_usual() {
-        info.grad_type = info.param_type = static_cast<uint32_t>(Element::kBFloat16);
-        info.block_log2 = kLargestBlockLog2;
-    }
-    __device__ __forceinline__ Format state_format(int state) const { return info.state_format(state); }
-
-    __device__ __forceinline__ uint64_t global_index(uint64_t element) const {
-        return fused_optim::global_index(first + element, offset, geometry, info.geometry == 0);
-    }
-};
-
-// What the threads of a block share, at a place that every function knows.
-struct alignas(kLine) Block {
-    View view;
-    Scalars scalars;
-    // Of the vector loop. Whole sectors are read before it and written after it: accesses of single scales, each of
-    // which opens a DRAM page, would cost a fifth of the bandwidth.
-    float state_scales[kMaxStates][kMaxTilesPerChunk * kTile / kSmallestBlock];
-    uint32_t weight_scales[kMaxTilesPerChunk * kTile / kLargestBlock];  // as kWrittenByUpdate says
-    uint32_t weight_absmax;                                             // bits
-    float weight_partial[kThreads / kWarp];                             // of the general loop
-    // Only where masters may be scaled.
-    float master_scales[kMaxTilesPerChunk * kTile / kSmallestBlock];
-
-    template <class Table>
-    __device__ __forceinline__ void prepare(const Table& table, uint32_t chunk) {
-        weight_absmax = 0;
-        uint32_t shard = table.bucket_shard[chunk >> table.bucket_log2];
-        while (chunk >= table.first_chunk[shard + 1]) ++shard;
-        view.prepare(table, shard, static_cast<uint64_t>(chunk - table.first_chunk[shard]) * table.chunk);
-        const uint32_t group = view.info.group;
-        scalars = table.device_scalars ? table.device_scalars[group] : table.scalars[group];
-    }
-};
-extern __shared__ Block block[];
-
-template <bool scaled_masters>
-constexpr size_t kBlockBytes =
-    scaled_masters ? sizeof(Block) : (offsetof(Block, master_scales) + kLine - 1) / kLine * kLine;
-
-}  // namespace
 }  // namespace fused_optim

@@ -40,7 +40,7 @@ public:
 
     explicit TableBuilder(Kernel& kernel) : kernel_(kernel) { reset(); }
 
-    bool add_group(const Scalars& scalars) {
+    bool add_group(const Scalars<Table::rule>& scalars) {
         if (table_.group_count == kMaxGroups) return false;
         table_.scalars[table_.group_count++] = scalars;
         return true;
@@ -53,7 +53,7 @@ public:
         table_.grad[i] = s.grad;
         table_.param[i] = s.param;
         table_.master[i] = s.master;
-        for (int k = 0; k < kMaxStates; ++k) table_.states[k][i] = s.states[k].address;
+        for (int k = 0; k < kUsed; ++k) table_.states[k][i] = s.states[k].address;
         table_.scales[i] = s.scales;
         table_.numel[i] = s.numel;
         table_.offset[i] = s.offset;
@@ -62,18 +62,17 @@ public:
             table_.weight_scales[i] = s.weight_scales;
             table_.absmax[i] = s.absmax;
         }
-        ShardInfo info{};
+        ShardInfo<Table::kColumns> info{};
         info.master_low = static_cast<uint32_t>(s.master_kind) & 3u;
         info.master_high = static_cast<uint32_t>(s.master_kind) >> 2;
-        info.state0 = static_cast<uint32_t>(s.states[0].format);
-        info.state1 = static_cast<uint32_t>(s.states[1].format);
+        for (int k = 0; k < kUsed; ++k) info.set_state_format(k, s.states[k].format);
         info.grad_type = static_cast<uint32_t>(s.grad_type);
         info.param_type = static_cast<uint32_t>(s.param_type);
         info.block_log2 = s.block_log2;
         info.quantized = s.quantized;
         info.round_up = s.round_up;
         info.weight_format = static_cast<uint32_t>(s.weight_format);
-        info.vectors = is_aligned(s) && (has_groups8(s) || !rounds(kernel_.rule, s)) && kernel_.has_vector_loop_for(s);
+        info.vectors = is_aligned(s) && (has_groups8(s) || !rounds(Table::rule, s)) && kernel_.has_vector_loop_for(s);
         info.group = table_.group_count - 1;
         info.geometry = static_cast<uint32_t>(geometry);
         table_.info[i] = info;
@@ -81,7 +80,7 @@ public:
     }
 
     // Cuts the shards into chunks and returns the table.
-    const Table& finish(int device, const Scalars* device_scalars) {
+    const Table& finish(int device, const Scalars<Table::rule>* device_scalars) {
         uint64_t total = 0;
         for (uint32_t i = 0; i < table_.shard_count; ++i) total += table_.numel[i];
         const uint64_t wanted = static_cast<uint64_t>(kTile) * kernel_.resident_blocks(device) * kChunksPerBlock;
@@ -126,6 +125,8 @@ private:
         table_.geometries[table_.geometry_count] = s.geometry;
         return static_cast<int>(table_.geometry_count++);
     }
+
+    static constexpr int kUsed = state_count(Table::rule);
 
     Kernel& kernel_;
     Table table_;

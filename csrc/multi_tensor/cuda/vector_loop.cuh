@@ -5,7 +5,7 @@
 #include "cuda/codecs.cuh"
 #include "cuda/packets.cuh"
 #include "cuda/ring.cuh"
-#include "cuda/table.cuh"
+#include "cuda/view.cuh"
 #include "cuda/warp.cuh"
 #include "cuda/weight_group8.cuh"
 #include "dispatch.h"
@@ -252,7 +252,7 @@ struct Raw {
 // The update of a thread's elements, the twin of the CPU engine's. Returns the largest new square, NaN if one is.
 template <Rule rule, int places = state_places(rule)>
 __device__ __forceinline__ float update_values(float* grad, float* param, float (&states)[places][kVector], float* root,
-                                               const Scalars& s) {
+                                               const RuleScalars& s) {
     constexpr int count = state_count(rule), square = square_state(rule);
     if (!s.unchanged_gradient) {
 #pragma unroll
@@ -307,7 +307,7 @@ struct Values {
 };
 
 template <class Formats>
-__device__ __forceinline__ void update_vector(const View& view, const Scalars& scalars, Values<Formats>& values,
+__device__ __forceinline__ void update_vector(const View& view, const RuleScalars& scalars, Values<Formats>& values,
                                               uint32_t element) {
     Format formats[state_places(Formats::rule)];
     bool states_rotate = false;
@@ -338,7 +338,7 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
 }
 
 // What the update has read, once more: it is still at hand, and costs fewer registers than to keep it.
-__device__ __forceinline__ void store_unscaled(const View& view, const Scalars& scalars, uint32_t element) {
+__device__ __forceinline__ void store_unscaled(const View& view, const RuleScalars& scalars, uint32_t element) {
     Packet<4> raw{};
     float grad[kVector];
     load(raw, view.grad_type(), view.grad, element);
@@ -391,7 +391,7 @@ struct CopyWeightScales {
 };
 
 template <class Formats>
-__device__ __forceinline__ void update_elements(const View& view, const Scalars& scalars, Values<Formats>& values,
+__device__ __forceinline__ void update_elements(const View& view, const RuleScalars& scalars, Values<Formats>& values,
                                                 uint32_t element) {
     update_vector<Formats>(view, scalars, values, element);
     if (block->scalars.writes_gradient) store_unscaled(view, scalars, element);
@@ -399,7 +399,7 @@ __device__ __forceinline__ void update_elements(const View& view, const Scalars&
 
 // Each tile is loaded when its turn comes; other thread blocks fill the time.
 template <class Formats>
-__device__ __forceinline__ void loop_loading(const View& view, const Scalars& scalars) {
+__device__ __forceinline__ void loop_loading(const View& view, const RuleScalars& scalars) {
     for (uint32_t element = threadIdx.x * kVector; element < view.vector_count; element += kTile) {
         Raw<Formats> raw;
         raw.load_all(view, element);
@@ -411,7 +411,7 @@ __device__ __forceinline__ void loop_loading(const View& view, const Scalars& sc
 
 // The next tiles are on their way while one is updated.
 template <class Formats, bool usual>
-__device__ __forceinline__ void loop_staged(const View& view, const Scalars& scalars, Ring<Formats, usual> ring) {
+__device__ __forceinline__ void loop_staged(const View& view, const RuleScalars& scalars, Ring<Formats, usual> ring) {
     uint32_t stage = 0;
 #pragma unroll 1
     for (uint32_t element = threadIdx.x * kVector; element < view.vector_count; element += kTile) {
@@ -427,7 +427,7 @@ __device__ __forceinline__ void loop_staged(const View& view, const Scalars& sca
 
 template <class Formats, bool usual>
 __device__ __forceinline__ void loop_over_chunk(const View& view) {
-    const Scalars scalars = block->scalars;
+    const RuleScalars scalars = block->scalars;
     const uint32_t blocks = view.vector_count >> view.info.block_log2;
     if constexpr (Formats::staged) {
         const Ring<Formats, usual> ring{view, reinterpret_cast<char*>(block) + kBlockBytes<is_scaled(Formats::master)>};

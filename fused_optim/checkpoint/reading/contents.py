@@ -19,13 +19,13 @@ from torch import Tensor
 from fused_optim.checkpoint.reading.leeway import Naming
 from fused_optim.checkpoint.reading.source import Source
 from fused_optim.checkpoint.storage.nested import Path, assembled, path_after, setting_after
-from fused_optim.known_rules import ALL_STATES, rule_of
 from fused_optim.memory.host_memory import room
 from fused_optim.memory.layout import MASTER, STEP
+from fused_optim.rules import MUON, known_states, rule_of
 
 AMSGRAD = "max_exp_avg_sq"
 ENTRIES = "entries"  # of `optimizer.state` under keys that are no parameters: a list of keys and values
-_KNOWN = (*ALL_STATES, AMSGRAD, MASTER, STEP)  # in the checkpoints of other libraries, too
+_OTHER_STATES = (AMSGRAD, MASTER, STEP)  # in the checkpoints of other libraries, too
 NOT_SETTINGS = ("params", "param_names", "step")  # of a param group
 _PARAMS = re.compile(r"(?P<number>\d+)\.params")  # of a param group with a number
 _LONGEST = 1000  # of keys, each of whose prefixes is looked at
@@ -69,7 +69,7 @@ class Contents:
             decoupled = {each.get("decoupled_weight_decay") for each in self.settings.values()} & {True, False}
             known = decoupled.pop() if len(decoupled) == 1 else None
             found.append("torch.optim.Adam(W)" if known is None else f"torch.optim.Adam{'W' * bool(known)}")
-        if any(rule_of(each) == "muon" for each in self.settings.values()):
+        if any(rule_of(each) == MUON for each in self.settings.values()):
             found.append("torch.optim.Muon")
         return " and ".join(found) or "TransformerEngine or Apex FusedAdam"
 
@@ -88,7 +88,7 @@ def find_contents(source: Source, naming: Naming, states: Iterable[str] = ()) ->
     """
     if long := next((key for key in source.entries if len(key) > _LONGEST), None):
         raise ValueError(f"{source.path}: {long[:100]}...: expected keys of {_LONGEST} characters at most")
-    known = _component_of(frozenset({*_KNOWN, *states}))
+    known = _component_of(frozenset({*known_states(), *_OTHER_STATES, *states}))
     return Contents(_find_prefix(source, naming, known), naming, known)
 
 

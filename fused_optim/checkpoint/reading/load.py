@@ -38,10 +38,11 @@ from fused_optim.checkpoint.storage.nested import assembled, setting_after
 from fused_optim.memory.layout import MASTER, STEP
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import check_order, check_whole, describe, some_of
+from fused_optim.rules import RULE_KEY
 from fused_optim.sharding.collective import distinct, on_all_ranks, parameter_names
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor
 from fused_optim.state.given import warn_of_earlier_steps
-from fused_optim.state.groups import DESCRIPTION, RULE, check_rule
+from fused_optim.state.groups import DESCRIPTION, check_rule
 from fused_optim.state.remainders import is_remainder, misfits, unpack_remainder
 from fused_optim.state.state_dict import check, check_states, taken_keys
 
@@ -339,7 +340,7 @@ class Loader:
         group = self.optimizer.store.groups[number]
         settings = self._group_settings(number, group, members)
         rule = self.optimizer.rule.for_group(group)
-        lacking = [key for key in ("lr", *rule.shown, "weight_decay") if key not in settings]
+        lacking = [key for key in ("lr", *rule.repr_keys, "weight_decay") if key not in settings]
         saved = [i for i in members if self.ids[i] and i not in self._restarted]
         if lacking and any(self.params[i].requires_grad for i in saved):
             raise ValueError(f"{what}: {self.source.path} lacks its {', '.join(lacking)}")
@@ -354,7 +355,7 @@ class Loader:
             if i in self._restarted:  # hyperparameters of another rule mean something else
                 return {}
             settings = self.contents.settings.get(self.ids[i], {})
-            keys = {*taken_keys(self.optimizer.store, group, settings), *DESCRIPTION, RULE}
+            keys = {*taken_keys(self.optimizer.store, group, settings), *DESCRIPTION, RULE_KEY}
             return {key: value for key, value in settings.items() if key in keys}
 
         described = ((self._describe(i), taken(i)) for i in members)

@@ -13,14 +13,14 @@ from fused_optim.checkpoint.reading.contents import Contents, NoStates, nested, 
 from fused_optim.checkpoint.reading.source import Source, TensorInfo
 from fused_optim.formats.masters import Master
 from fused_optim.formats.states import Kind
-from fused_optim.known_rules import ALL_STATES
 from fused_optim.memory.layout import MASTER
+from fused_optim.rules import known_states
 from fused_optim.state.native import scaled_format
 from fused_optim.state.remainders import KINDS, misfits, unpack_remainder
 from fused_optim.state.state_dict import check_state, check_version, read_state
 from fused_optim.state.values import Joined, Stored, pieces
 
-_KIND = {name: spec.kind for name, spec in ALL_STATES.items()} | {MASTER: Kind.MASTER}
+_KIND = {name: spec.kind for name, spec in known_states().items()} | {MASTER: Kind.MASTER}
 
 
 @dataclass(frozen=True)

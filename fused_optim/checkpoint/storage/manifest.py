@@ -14,7 +14,7 @@ from fused_optim.checkpoint.storage import checksums
 from fused_optim.checkpoint.storage.damage import Damaged
 from fused_optim.checkpoint.storage.folders import Folder
 from fused_optim.checkpoint.storage.untrusted import load_json, number_in
-from fused_optim.state.groups import ADAM
+from fused_optim.rules import ADAM
 
 FILE = "fused_optim_checkpoint.json"
 UNFINISHED = "fused_optim_unfinished"  # of 0.2 on object stores: there as long as a checkpoint had no manifest
@@ -39,7 +39,7 @@ class Manifest:
     @property
     def kind(self) -> str | None:
         """Of the optimizer. Until others had a form, too, only a FusedAdam had one; None: nobody knows."""
-        return ADAM if self.optimizer is None and self.form is not None else self.optimizer
+        return ADAM.name if self.optimizer is None and self.form is not None else self.optimizer
 
     @property
     def nbytes(self) -> int:
@@ -48,7 +48,7 @@ class Manifest:
 
 def write(folder: Folder, manifest: Manifest) -> None:
     content = {"version": VERSION, **asdict(manifest)}
-    if manifest.optimizer in (None, ADAM):  # releases before 0.3 know nothing of it
+    if manifest.optimizer in (None, ADAM.name):  # releases before 0.3 know nothing of it
         del content["optimizer"]
     folder.write(FILE, json.dumps({**content, "crc": _crc(content)}, indent=1).encode())
 
