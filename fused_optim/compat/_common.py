@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -11,36 +13,21 @@ from torch import Tensor
 from fused_optim.adam import FusedAdam
 from fused_optim.decorators import between_graphs, between_steps, ungraded
 from fused_optim.optimizer import ShardedOptimizer
-from fused_optim.options.reading import PEERS_WORDS
-from fused_optim.options.settings import Setting
+from fused_optim.options.reading import flag_of
+from fused_optim.options.table import OfDropIns
 from fused_optim.sharding.dtensor import local_tensor
 
+F = TypeVar("F", bound=Callable[..., Any])
 
-class PeersSettings(ShardedOptimizer):
-    """A base of optimizers with the settings that only drop-in classes are given as arguments, and show.
 
-    Masters: ``master_weights`` says whether parameters that are not FP32 have them. ``master_weight_dtype`` is
-    ``torch.float32`` or ``torch.float16``: with one FP32 scale per block, and FP32 where no block fits; it rounds in
-    the rotating way, and the parameter is its rounded value. ``store_param_remainders``: keep only the bits that a BF16
-    parameter lacks instead of a whole FP32 master. ``param_remainder_bits``: 16 for lossless ones, 8 for 24-bit ones.
-
-    ``use_decoupled_grad``: read gradients from ``p.decoupled_grad`` instead of ``p.grad``. ``set_grad_none``: what
-    ``zero_grad()`` does by default; None means True. ``unscales_gradients``: True: ``step()`` divides gradients by the
-    scale of a GradScaler; False: the scaler does.
-    """
-
-    master_weights = Setting[bool]()
-    master_weight_dtype = Setting[torch.dtype]()
-    store_param_remainders = Setting[bool | None]()
-    param_remainder_bits = Setting[int]()
-    set_grad_none = Setting[bool | None]()
+class PeersSettings(ShardedOptimizer, OfDropIns):
+    """A base of optimizers with the settings that only drop-in classes are given as arguments, and show."""
 
     _default_remainders: bool | None = None  # what `store_param_remainders=None` stands for
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._peers = peers = {word: options.pop(word) for word in PEERS_WORDS if word in options}
-        if peers.get("store_param_remainders") is None:
-            peers["store_param_remainders"] = self._default_remainders
+        if options.get("store_param_remainders") is None:
+            options["store_param_remainders"] = self._default_remainders
         super().__init__(*arguments, **options)
 
     @between_graphs
@@ -74,6 +61,31 @@ class PeersAdam(PeersSettings, FusedAdam):
     @between_steps
     def adam_w_mode(self, mode: bool) -> None:
         self.rule.adam_w_mode = mode
+
+
+def reads_flags_by_truth(function: F) -> F:
+    """A decorator of a drop-in class's constructor: its own flags go by their truth, as in the original's.
+
+    Text is read as text.
+    """
+    signature = inspect.signature(function)
+    flags = {name for name, each in signature.parameters.items() if isinstance(each.default, bool)}
+
+    @functools.wraps(function)
+    def with_truths(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        for name in flags & given.arguments.keys():
+            value = given.arguments[name]
+            given.arguments[name] = flag_of(name, value) if isinstance(value, str) else bool(value)
+        return function(*given.args, **given.kwargs)
+
+    return cast(F, with_truths)
+
+
+def arguments(scope: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a constructor with ``**options``, by name, from its ``locals()``."""
+    named = {name: value for name, value in scope.items() if name not in ("self", "options", "__class__")}
+    return {**named, **scope["options"]}
 
 
 def refuse_amsgrad(amsgrad: bool) -> None:

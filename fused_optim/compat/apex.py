@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fused_optim.compat._common import PeersAdam, put_rates_on_devices, refuse_amsgrad
+from fused_optim.compat._common import PeersAdam, arguments, put_rates_on_devices, reads_flags_by_truth, refuse_amsgrad
 from fused_optim.decorators import declared_without
-from fused_optim.options.reading import OptionsBesideApex, reads_flags_by_truth
+from fused_optim.options.reading import OptionsBesideApex
 from fused_optim.sharding.dtensor import local_tensor
 
 
@@ -45,19 +45,7 @@ class FusedAdam(PeersAdam):
         **options: Unpack[OptionsBesideApex],
     ) -> None:
         refuse_amsgrad(amsgrad)
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            bias_correction=bias_correction,
-            adam_w_mode=adam_w_mode,
-            capturable=capturable,
-            master_weights=master_weights,
-            set_grad_none=set_grad_none,
-            **options,
-        )
+        super().__init__(**arguments(locals()))
         if capturable:
             put_rates_on_devices(self)
 

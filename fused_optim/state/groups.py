@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from fused_optim.backends.tables import Rule as RuleNumber
-from fused_optim.options.settings import Settings
+from fused_optim.options.table import Settings
 from fused_optim.rule import Rule, Rules
 
 Group = MutableMapping[str, Any]

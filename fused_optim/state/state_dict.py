@@ -27,8 +27,9 @@ from fused_optim.formats.states import Kind
 from fused_optim.memory import copies
 from fused_optim.memory.layout import MASTER, STEP
 from fused_optim.memory.uploads import uploading
-from fused_optim.options.checks import check_checkpoint_device, check_checkpoint_format, check_saved_group, describe
-from fused_optim.options.reading import FLAGS, CheckpointDevice, CheckpointFormat, read_group
+from fused_optim.options.checks import check_saved_group, describe
+from fused_optim.options.reading import CheckpointDevice, CheckpointFormat
+from fused_optim.options.table import FLAGS, read_group
 from fused_optim.rule import Rule, StateSpec
 from fused_optim.sharding.collective import any_rank, failing_together
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor, placed_part, rewrap_like
@@ -101,8 +102,6 @@ def state_dict(store: StateStore, options: Options) -> dict[str, Any]:
 
     FP32 states, and BF16 ones in the native form, go by reference; for a stager all that is not converted.
     """
-    check_checkpoint_format(options.form)
-    check_checkpoint_device(options.device)
     state, groups = packed(store)
     numbers = numbers_of(store)
     state |= {i: converted(store[param], options) for param, i in numbers.items() if param in store}

@@ -18,7 +18,7 @@ import fused_optim
 from cases import FORMATS, MASTERS, SHAPES, Format, Master, values
 from distributed import mesh, shard
 from fused_optim.compat import transformer_engine
-from fused_optim.options.reading import PEERS_WORDS
+from fused_optim.options.table import OF_DROP_INS
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 from peers import FusedAdam, FusedAdamW
 
@@ -272,7 +272,7 @@ def test_each_option_of_the_whole_optimizer_in_a_group_warns() -> None:
     torchs = {"fused", "foreach", "differentiable", "decoupled_weight_decay"}
     signature = inspect.signature(fused_optim.FusedAdamW).parameters
     by_keyword = {name for name, each in signature.items() if each.kind is inspect.Parameter.KEYWORD_ONLY}
-    assert by_keyword - groups - torchs == OF_THE_WHOLE.keys() - {*PEERS_WORDS}
+    assert by_keyword - groups - torchs == OF_THE_WHOLE.keys() - {*OF_DROP_INS}
     for option, (same, other) in OF_THE_WHOLE.items():
         params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4))]
         with warned() as texts:
