@@ -16,8 +16,8 @@ from fused_optim.formats.arithmetic import flush_denormals, fma, sqrt
 from fused_optim.formats.states import Kind
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import check_decay_rates, check_number
-from fused_optim.options.reading import Options, flag_of
-from fused_optim.options.table import documents_options, takes_options
+from fused_optim.options.reading import Options
+from fused_optim.options.table import documents_options, flag_of, takes_options
 from fused_optim.rule import Hyper, OneRule, StateSpec, Update, float32, integer_power
 
 EXP_AVG = StateSpec("exp_avg", Kind.SIGNED, "exp_avg_dtype")

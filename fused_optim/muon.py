@@ -20,8 +20,8 @@ from fused_optim.matrices.newton_schulz import coefficients_of
 from fused_optim.matrices.passes import MOMENTUM_BUFFER, MomentumPass
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import check_number, whole_number
-from fused_optim.options.reading import MuonOptions, flag_of
-from fused_optim.options.table import OPTIONS, documents_options, takes_options
+from fused_optim.options.reading import MuonOptions
+from fused_optim.options.table import OPTIONS, documents_options, flag_of, takes_options
 from fused_optim.rule import Orthogonalization, Rule, StateSpec
 
 ALGORITHM = "algorithm"  # of a param group: a key of `MuonWithAdamW.rules`

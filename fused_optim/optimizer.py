@@ -23,17 +23,17 @@ from fused_optim.options.checks import (
     check_native_formats,
     check_params,
     check_whole,
+    without_repeats,
 )
-from fused_optim.options.reading import asks_for_another, spelled_alike, without_repeats
 from fused_optim.options.table import (
-    IMPLEMENTATIONS,
     OF_CONSTRUCTORS,
-    OF_DROP_INS,
     OfDropIns,
     OfOptimizers,
     Option,
     Settings,
+    asks_for_another,
     read_group,
+    spelled_alike,
 )
 from fused_optim.publishing import Publisher
 from fused_optim.rule import Rules
@@ -80,12 +80,9 @@ class ShardedOptimizer(Publisher, OfOptimizers):
         self.stepper = Stepper(self.store, 0, self._synthetic_of_plain)
         usual = torch.float32 if given["state_dtype"] is None else given["state_dtype"]
         dtypes = {key: usual if given[key] is None else given[key] for key in self.store.format_options}
-        whole = {**self.settings.as_dict(), "master_bits": None}
-        if isinstance(self, OfDropIns):
+        if is_drop_in := isinstance(self, OfDropIns):
             dtypes["master_weight_dtype"] = given.get("master_weight_dtype", torch.float32)
-        else:
-            whole = {key: value for key, value in whole.items() if key not in OF_DROP_INS}
-            whole["master_bits"] = self.settings.master_bits
+        whole = self.settings.arguments(is_drop_in)
         defaults = {"decoupled_weight_decay": None, **given, **whole, **spelled_alike(dtypes)}
         defaults |= read_group(defaults, {})
         self._check_formats(defaults)
@@ -136,8 +133,7 @@ class ShardedOptimizer(Publisher, OfOptimizers):
         check_decoupling({**param_group, **read}, self.defaults, self.rule)
         settings = self.settings
         whole = {**self.rule.options, **settings.as_dict(), "master_bits": settings.master_bits}
-        compared = whole.keys() - IMPLEMENTATIONS
-        ignored = [key for key in whole if key in compared and asks_for_another(key, param_group.get(key), whole[key])]
+        ignored = [key for key in whole if asks_for_another(key, param_group.get(key), whole[key])]
         self.stepper.ignored[len(self.param_groups)] = ignored
         super().add_param_group(param_group)
         group = self.param_groups[-1]

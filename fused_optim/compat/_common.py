@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +12,8 @@ from torch import Tensor
 from fused_optim.adam import FusedAdam
 from fused_optim.decorators import between_graphs, between_steps, ungraded
 from fused_optim.optimizer import ShardedOptimizer
-from fused_optim.options.reading import flag_of
-from fused_optim.options.table import OfDropIns
+from fused_optim.options.table import OfDropIns, flag_of
 from fused_optim.sharding.dtensor import local_tensor
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class PeersSettings(ShardedOptimizer, OfDropIns):
@@ -45,12 +41,19 @@ class PeersSettings(ShardedOptimizer, OfDropIns):
 
 
 class PeersAdam(PeersSettings, FusedAdam):
-    """:class:`fused_optim.FusedAdam` with the words that its peers have for its options."""
+    """:class:`fused_optim.FusedAdam` with the words that its peers have for its options, and with two of their habits.
 
-    def __init__(self, *arguments: Any, adam_w_mode: bool = True, **options: Any) -> None:
+    ``amsgrad`` raises RuntimeError, not ValueError; with ``capturable`` each ``lr`` becomes a tensor on its device.
+    """
+
+    def __init__(self, *arguments: Any, adam_w_mode: bool, amsgrad: bool, **options: Any) -> None:
+        if amsgrad:
+            raise RuntimeError("amsgrad=True is not supported: use torch.optim.AdamW(amsgrad=True), or amsgrad=False")
         if options.get("decoupled_weight_decay") is None:
             options["decoupled_weight_decay"] = adam_w_mode
         super().__init__(*arguments, **options)
+        if self.capturable:
+            _put_rates_on_devices(self)
 
     @property
     def adam_w_mode(self) -> bool:
@@ -63,38 +66,19 @@ class PeersAdam(PeersSettings, FusedAdam):
         self.rule.adam_w_mode = mode
 
 
-def reads_flags_by_truth(function: F) -> F:
-    """A decorator of a drop-in class's constructor: its own flags go by their truth, as in the original's.
-
-    Text is read as text.
-    """
-    signature = inspect.signature(function)
-    flags = {name for name, each in signature.parameters.items() if isinstance(each.default, bool)}
-
-    @functools.wraps(function)
-    def with_truths(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        for name in flags & given.arguments.keys():
-            value = given.arguments[name]
-            given.arguments[name] = flag_of(name, value) if isinstance(value, str) else bool(value)
-        return function(*given.args, **given.kwargs)
-
-    return cast(F, with_truths)
-
-
 def arguments(scope: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a constructor with ``**options``, by name, from its ``locals()``."""
-    named = {name: value for name, value in scope.items() if name not in ("self", "options", "__class__")}
-    return {**named, **scope["options"]}
+    """The arguments of a drop-in class's constructor by name, from its ``locals()``.
+
+    Its own flags go by their truth, as in the original's. Text is read as text.
+    """
+    own = inspect.signature(scope["__class__"].__init__).parameters
+    given = {**{name: scope[name] for name in [*own][1:-1]}, **scope["options"]}
+    for name in [name for name, each in own.items() if isinstance(each.default, bool)]:
+        given[name] = flag_of(name, given[name]) if isinstance(given[name], str) else bool(given[name])
+    return given
 
 
-def refuse_amsgrad(amsgrad: bool) -> None:
-    """Raise RuntimeError, as Apex and TransformerEngine do, where :class:`fused_optim.FusedAdam` has a ValueError."""
-    if amsgrad:
-        raise RuntimeError("amsgrad=True is not supported: use torch.optim.AdamW(amsgrad=True), or amsgrad=False")
-
-
-def put_rates_on_devices(optimizer: FusedAdam) -> None:
+def _put_rates_on_devices(optimizer: FusedAdam) -> None:
     """Make every ``lr`` an FP32 scalar on its group's device: replays of CUDA graphs read what is filled in."""
     for group in optimizer.param_groups:
         if group["params"]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fused_optim.compat._common import PeersAdam, arguments, put_rates_on_devices, reads_flags_by_truth, refuse_amsgrad
+from fused_optim.compat._common import PeersAdam, arguments
 from fused_optim.decorators import declared_without
 from fused_optim.options.reading import OptionsBesideApex
 from fused_optim.sharding.dtensor import local_tensor
@@ -28,7 +28,6 @@ class FusedAdam(PeersAdam):
 
     _default_remainders = False
 
-    @reads_flags_by_truth
     def __init__(
         self,
         params: ParamsT,
@@ -44,10 +43,7 @@ class FusedAdam(PeersAdam):
         master_weights: bool = False,
         **options: Unpack[OptionsBesideApex],
     ) -> None:
-        refuse_amsgrad(amsgrad)
         super().__init__(**arguments(locals()))
-        if capturable:
-            put_rates_on_devices(self)
 
     @declared_without("grad_scaler")
     def step(  # type: ignore[override]  # Apex's signature, which takes no others

@@ -22,11 +22,34 @@ from fused_optim.formats.dtypes import as_dtype
 from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.formats.states import STATE_FORMATS
 from fused_optim.memory.host_memory import can_be_streamed
-from fused_optim.options.reading import names_in
 from fused_optim.rule import Rule, Rules
 from fused_optim.sharding.dtensor import is_dense, local_tensor
 
 _RESIDUE = 1e-12  # of a schedule that should have ended at zero
+
+
+def names_in(group: Mapping[str, Any]) -> Sequence[str | None]:
+    """The names of a group's parameters; None where they have none. Raises ValueError where some have one."""
+    count = len(group["params"])
+    names: Sequence[str | None] = group.get("param_names", [None] * count)
+    if len(names) != count:
+        text = f"a param group has {count} parameters but {len(names)} names: change its params and param_names alike"
+        raise ValueError(f"{text}; its names are {', '.join(map(repr, names[:5]))}{', ...' * (len(names) > 5)}")
+    return names
+
+
+def without_repeats(group: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The parameters of a group, and their names if it has some, each parameter once.
+
+    torch warns of repeats, and updates them repeatedly; here shards are updated at the same time.
+    """
+    names_in(group)
+    first = {param: index for index, param in reversed([*enumerate(group["params"])])}
+    return {
+        key: [group[key][index] for index in sorted(first.values())]
+        for key in ("params", "param_names")
+        if key in group
+    }
 
 
 def describe(param: Tensor, index: int, name: str | None = None) -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import textwrap
+import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast, get_args, overload
 
 import torch
@@ -21,14 +21,7 @@ from torch import Tensor
 from fused_optim.formats.dtypes import as_dtype
 from fused_optim.formats.masters import Master
 from fused_optim.options.checks import is_number
-from fused_optim.options.reading import (
-    CheckpointDevice,
-    CheckpointFormat,
-    betas_of,
-    flag_of,
-    number_of,
-    whole_number_of,
-)
+from fused_optim.options.reading import CheckpointDevice, CheckpointFormat
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -45,20 +38,19 @@ class Option(Generic[T]):
 
     ``default``: FusedAdam's; the constructors of other rules say which hyperparameters have another. ``read``: of its
     name and a value, an object or a config's text: the value that is kept. It raises TypeError or ValueError; by
-    default the update rule checks the value. ``document``: an entry of a docstring's ``Args``. ``refused_in_release``:
-    why gradient release refuses it where it is true.
+    default the update rule checks the value. ``refused_in_release``: why gradient release refuses it where it is true.
+    ``document``: its entry in the docstring of the table.
 
     Options of the whole optimizer are attributes of it, which show its ``settings`` and can be set between two steps.
     """
 
     default: Any
     read: Callable[[str, Any], Any] = _as_given
-    document: str = ""
     refused_in_release: str = ""
-    name: str = field(default="", init=False)
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
+        entry = re.search(rf"^    {name}: .*(\n {{8}}.*)*", inspect.cleandoc(owner.__doc__ or ""), re.MULTILINE)
+        self.name, self.document = name, entry[0] if entry else ""
 
     @overload
     def __get__(self, owner: None, kind: type) -> Option[T]: ...
@@ -89,6 +81,57 @@ class Option(Generic[T]):
 # --- how values are read ----------------------------------------------------------------------------------------------
 
 
+def number_of(value: Any) -> Any:
+    """A number, also as text such as ``1e-4``, which YAML reads as text, or as a tensor or array of one element.
+
+    All else as it is, to be checked.
+    """
+    if not isinstance(value, str):
+        return _only_element(value)
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def _only_element(value: Any) -> Any:
+    """Of a tensor or a NumPy array or scalar of one element this; all else as it is."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value
+    return value.item() if getattr(value, "size", None) == 1 and hasattr(value, "item") else value
+
+
+def whole_number_of(name: str, value: Any) -> int:
+    """A whole number, also as text. Raises TypeError for all else."""
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    if number is None or not (isinstance(value, str) or number == value):
+        raise TypeError(f"{name}: expected a whole number, got {value!r}")
+    return number
+
+
+def flag_of(name: str, value: Any) -> bool:
+    """True or False, also as a number, as text, as a tensor or array of one element, or as a list of tensors.
+
+    A list of tensors goes by its truth: callers of Apex's and TransformerEngine's optimizers pass the masters
+    themselves as ``master_weights``. Raises TypeError for all else; other text would be true whatever it says.
+    """
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        found: Any = {"true": True, "false": False}.get(value.lower())
+    elif isinstance(value, (list, tuple)) and all(isinstance(each, Tensor) for each in value):
+        found = bool(value)
+    else:
+        found = _only_element(value)
+    if not isinstance(found, (Tensor, str)) and isinstance(found, (bool, int, float)) and found in (True, False):
+        return bool(found)
+    shown = repr(value) if isinstance(value, str) else type(value).__name__
+    raise TypeError(f"{name}: expected True or False, got {shown}")
+
+
 def _number(name: str, value: Any) -> Any:
     return number_of(value)
 
@@ -99,9 +142,14 @@ def _rate(name: str, value: Any) -> Any:
 
 
 def _betas(name: str, value: Any) -> Any:
+    """A tuple of numbers, from any sequence, tensor or array, or from text such as "(0.9, 0.95)"."""
     if type(value) is tuple and len(value) == 2 and type(value[0]) is float and type(value[1]) is float:
         return value
-    return betas_of(value)
+    if isinstance(value, str):
+        value = value.strip("()[] ").split(",")
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return tuple(map(number_of, value)) if isinstance(value, Sequence) else value
 
 
 def _flag_or_none(name: str, value: Any) -> bool | None:
@@ -122,29 +170,19 @@ def _fraction(name: str, value: Any) -> float:
     return float(number)
 
 
-def _form(name: str, value: Any) -> Any:
-    if value not in get_args(CheckpointFormat):
-        raise ValueError(f"{name}: expected 'unscaled', 'native' or 'torch', got {value!r}")
-    return value
+def _one_of(expected: str, *values: Any) -> Callable[[str, Any], Any]:
+    def read(name: str, value: Any) -> Any:
+        if (found := number_of(value)) not in values:
+            raise ValueError(f"{name}: expected {expected}, got {value!r}")
+        return values[values.index(found)]
 
-
-def _device(name: str, value: Any) -> Any:
-    if value not in (None, "cpu", "stager"):
-        raise ValueError(f"{name}: expected None, 'cpu' or 'stager', got {value!r}")
-    return value
+    return read
 
 
 def _differentiable(name: str, value: Any) -> bool:
     if flag_of(name, value):
         raise ValueError("differentiable=True is not supported: use torch.optim.AdamW(differentiable=True)")
     return False
-
-
-def _master_bits(name: str, value: Any) -> Any:
-    bits = number_of(value)
-    if bits not in (None, 0, 24, 32):
-        raise ValueError(f"master_bits: expected 32 (exact FP32 masters), 24 or 0 (none), got {value}")
-    return bits
 
 
 def _master_dtype(name: str, value: Any) -> torch.dtype:
@@ -166,135 +204,111 @@ def _remainder_bits(name: str, value: Any) -> int:
 
 # --- the tables -------------------------------------------------------------------------------------------------------
 
+# Why gradient release refuses an option.
 _AT_ONCE = "needs all gradients at once, and gradient release has them one by one"
+_ELSEWHERE = "has gradients outside of p.grad, which do not tell gradient release when they are ready"
 
 
 class OfGroups:
-    """Keys of param groups, and their defaults. Classes whose rule gives one a meaning of its own document it."""
+    """Keys of param groups. Classes whose rule gives one a meaning of its own document it themselves.
+
+    Attributes:
+        maximize: ascend instead of descend.
+        bias_correction: divide the moments by ``1 - beta ** step``.
+        exp_avg_dtype: how the first moment is kept: ``torch.float32``, ``bfloat16``, ``float16``, ``float8_e4m3fn`` or
+            ``int8``; the last three with one FP32 scale per 128, 64 or 32 elements of a row, and FP32 where no such
+            block divides the rows of all shards or a one-dimensional parameter has fewer than 4096 elements. Also as a
+            param-group option.
+        exp_avg_sq_dtype: how the second moment is kept: the same formats.
+        momentum_dtype: how the momentum is kept: the same formats.
+        ns_dtype: of the products: "bfloat16", "float16" or "float32". GPUs make both 16-bit ones of FP16 values where
+            steps on Gram matrices take less time, which rounds less.
+        experts: whether parameters with three dims are experts, each entry of the first a matrix. Else they are
+            refused: weights of convolutions have three dims, too. Also of param groups.
+    """
 
     lr = Option[float | Tensor](1e-3, _rate)
     betas = Option[Sequence[float]]((0.9, 0.999), _betas)
     eps = Option[float](1e-8, _number)
     weight_decay = Option[float](0.0, _number)
     amsgrad = Option[bool](False, flag_of)
-    maximize = Option[bool](False, flag_of, "ascend instead of descend.")
-    bias_correction = Option[bool](True, flag_of, "divide the moments by ``1 - beta ** step``.")
-    exp_avg_dtype = Option[torch.dtype | str | None](
-        None,
-        document="""how the first moment is kept: ``torch.float32``, ``bfloat16``, ``float16``, ``float8_e4m3fn`` or
-        ``int8``; the last three with one FP32 scale per 128, 64 or 32 elements of a row, and FP32 where no such block
-        divides the rows of all shards or a one-dimensional parameter has fewer than 4096 elements. Also as a
-        param-group option.""",
-    )
-    exp_avg_sq_dtype = Option[torch.dtype | str | None](
-        None, document="how the second moment is kept: the same formats."
-    )
-    momentum_dtype = Option[torch.dtype | str | None](None, document="how the momentum is kept: the same formats.")
-    ns_dtype = Option[torch.dtype | str](
-        "bfloat16",
-        _dtype_name,
-        """of the products: "bfloat16", "float16" or "float32". GPUs make both 16-bit ones of FP16 values where steps on
-        Gram matrices take less time, which rounds less.""",
-    )
-    experts = Option[bool](
-        False,
-        flag_of,
-        """whether parameters with three dims are experts, each entry of the first a matrix. Else they are refused:
-        weights of convolutions have three dims, too. Also of param groups.""",
-    )
+    maximize = Option[bool](False, flag_of)
+    bias_correction = Option[bool](True, flag_of)
+    exp_avg_dtype = Option[torch.dtype | str | None](None)
+    exp_avg_sq_dtype = Option[torch.dtype | str | None](None)
+    momentum_dtype = Option[torch.dtype | str | None](None)
+    ns_dtype = Option[torch.dtype | str]("bfloat16", _dtype_name)
+    experts = Option[bool](False, flag_of)
 
 
 class OfConstructors:
-    """Arguments that stand for other options, or for none that an optimizer here has."""
+    """Arguments that stand for other options, or for none that an optimizer here has.
 
-    state_dtype = Option[torch.dtype | str | None](None, document="of all states whose own option is None.")
-    master_bits = Option[int | None](
-        None,
-        _master_bits,
-        """32: parameters that are not FP32 have exact FP32 masters; BF16 parameters store only the bits that they lack,
-        in 2 bytes per element. 24: BF16 parameters have 24-bit masters, in 1 byte, which round in the rotating way, and
-        others FP32 ones. 0: no masters. None means 32.""",
-    )
-    differentiable = Option[bool](False, _differentiable, "not supported, must be False.")
-    decoupled_weight_decay = Option[bool | None](
-        None,
-        _flag_or_none,
-        """False: weight decay is added to the gradient, as by torch.optim.Adam (L2). True: the parameter is multiplied
-        by ``1 - lr * weight_decay``, as by torch.optim.AdamW, and by TransformerEngine's and Apex's FusedAdam. None:
-        not said. The ``defaults`` of torch.optim.Adam and AdamW are arguments.""",
-    )
+    Attributes:
+        state_dtype: of all states whose own option is None.
+        master_bits: 32: parameters that are not FP32 have exact FP32 masters; BF16 parameters store only the bits that
+            they lack, in 2 bytes per element. 24: BF16 parameters have 24-bit masters, in 1 byte, which round in the
+            rotating way, and others FP32 ones. 0: no masters. None means 32.
+        differentiable: not supported, must be False.
+        decoupled_weight_decay: False: weight decay is added to the gradient, as by torch.optim.Adam (L2). True: the
+            parameter is multiplied by ``1 - lr * weight_decay``, as by torch.optim.AdamW, and by TransformerEngine's
+            and Apex's FusedAdam. None: not said. The ``defaults`` of torch.optim.Adam and AdamW are arguments.
+    """
+
+    state_dtype = Option[torch.dtype | str | None](None)
+    master_bits = Option[int | None](None, _one_of("32 (exact FP32 masters), 24 or 0 (none)", None, 0, 24, 32))
+    differentiable = Option[bool](False, _differentiable)
+    decoupled_weight_decay = Option[bool | None](None, _flag_or_none)
 
 
 class OfOptimizers:
-    """Arguments and attributes of every optimizer."""
+    """Arguments and attributes of every optimizer.
 
-    capturable = Option[bool](
-        False,
-        flag_of,
-        """``step()`` can be captured into a CUDA graph, after one warm-up step or ``initialize_state()``. The step
-        counters are on the devices then. A replay uses the learning rate that a tensor ``lr`` on the GPU has at that
-        time; a float ``lr`` is copied to the GPU by ``step()`` and ``initialize_state()`` outside of captures, so
-        replays use the value of the last one of these. All other hyperparameters, and which parameters have gradients,
-        are those of the capture. No effect on parameters on the CPU.""",
-        _AT_ONCE,
-    )
-    stochastic_rounding = Option[bool](
-        True,
-        flag_of,
-        """rotating rounding, not nearest, of states that are not FP32, of 24-bit masters, and of parameters without
-        master. Rounded to nearest, changes below half a last place are lost forever.""",
-    )
-    seed = Option[int](
-        0,
-        whole_number_of,
-        """of the rounding sequence, a function of (seed, step, parameter, global element index). A parameter counts by
-        its name where ``params`` has names, so that optimizers of parts of a model round as one of all of it does; else
-        by its position.""",
-    )
-    skip_nonfinite = Option[bool](
-        False,
-        flag_of,
-        """a step whose gradients hold a NaN or an infinity, on any rank, changes nothing and does not count; nothing is
-        read back. It costs one pass over the gradients, none where the optimizer's own ``clip_grad_norm_`` was called
-        for the step, and a reduction over the default process group, which makes ``step()`` a collective;
-        ``skip_nonfinite_group`` may be set to another one. ``skipped_steps`` counts.""",
-        _AT_ONCE,
-    )
-    offload_states = Option[bool](
-        False,
-        flag_of,
-        """moments, masters beside the parameters, and scales live in page-locked host memory. ``step()`` brings them to
-        the GPU in chunks, through 96 MB of buffers, and back; it returns when they are in host memory again. The same
-        bits as without. No effect on parameters in host memory, whose states are there anyway; masters of quantized
-        weights stay on the GPU. Not with ``capturable``.""",
-    )
-    offload_fraction = Option[float](
-        1.0,
-        _fraction,
-        """the share of the parameters' elements whose states are offloaded, in [0, 1]; parameters are chosen as wholes,
-        evenly over the model.""",
-    )
+    Attributes:
+        capturable: ``step()`` can be captured into a CUDA graph, after one warm-up step or ``initialize_state()``. Step
+            counters are on the GPU then. Replays read a tensor ``lr`` on the GPU; a float ``lr`` is copied there by each
+            ``step()`` or ``initialize_state()`` outside of captures. The capture fixes all other hyperparameters, and
+            which parameters have gradients. No effect on parameters on the CPU.
+        stochastic_rounding: rotating rounding, not nearest, of states that are not FP32, of 24-bit masters, and of
+            parameters without master. Rounded to nearest, changes below half a last place are lost forever.
+        seed: of the rounding sequence, a function of (seed, step, parameter, global element index). A parameter counts
+            by its name where ``params`` has names, so that optimizers of parts of a model round as one of all of it
+            does; else by its position.
+        skip_nonfinite: a step whose gradients hold a NaN or an infinity, on any rank, changes nothing and does not
+            count; nothing is read back. Costs one pass over the gradients, unless the optimizer's ``clip_grad_norm_``
+            was called for the step, and makes ``step()`` a collective over ``skip_nonfinite_group``, by default all
+            ranks. ``skipped_steps`` counts.
+        offload_states: moments, masters beside the parameters, and scales live in page-locked host memory. ``step()``
+            brings them to the GPU in chunks, through 96 MB of buffers, and back; it returns when they are in host
+            memory again. The same bits as without. No effect on parameters in host memory, whose states are there
+            anyway; masters of quantized weights stay on the GPU. Not with ``capturable``.
+        offload_fraction: the share of the parameters' elements whose states are offloaded, in [0, 1]; parameters are
+            chosen as wholes, evenly over the model.
+        checkpoint_format: the form of ``state_dict()``. ``"unscaled"``: FP32 tensors; ``"native"``: the stored bits and
+            scales, several times smaller; ``"torch"``: what torch.optim.AdamW has, for going over from it and back to
+            it: FP32 moments without masters, a ``step`` per parameter, and the running param groups show AdamW's keys.
+            All of them load whatever this is; it may be changed at any time.
+        checkpoint_device: where ``state_dict()`` puts the states that it converts. None: where the parameters are;
+            "cpu": in host memory, one state after the other, so that a save takes no more of a GPU's memory than the
+            unscaled states of one parameter do (or 64 MB). What it hands over by reference (FP32 states; in the native
+            form BF16 ones, too) stays where it is. "stager": all is handed over by reference, or made when it is read,
+            to be copied by ``fused_optim.checkpoint.PinnedStager``. It may be changed at any time.
+        fused: which of torch.optim.AdamW's implementations is to run; without effect here.
+        foreach: without effect, as ``fused``.
+    """
+
+    capturable = Option[bool](False, flag_of, _AT_ONCE)
+    stochastic_rounding = Option[bool](True, flag_of)
+    seed = Option[int](0, whole_number_of)
+    skip_nonfinite = Option[bool](False, flag_of, _AT_ONCE)
+    offload_states = Option[bool](False, flag_of)
+    offload_fraction = Option[float](1.0, _fraction)
     checkpoint_format = Option[CheckpointFormat](
-        "unscaled",
-        _form,
-        """the form of ``state_dict()``. ``"unscaled"``: FP32 tensors; ``"native"``: the stored bits and scales, several
-        times smaller; ``"torch"``: what torch.optim.AdamW has, for going over from it and back to it: FP32 moments
-        without masters, a ``step`` per parameter, and the running param groups show AdamW's keys. All of them load
-        whatever this is; it may be changed at any time.""",
+        "unscaled", _one_of("'unscaled', 'native' or 'torch'", *get_args(CheckpointFormat))
     )
-    checkpoint_device = Option[CheckpointDevice](
-        None,
-        _device,
-        """where ``state_dict()`` puts the states that it converts. None: where the parameters are; "cpu": in host
-        memory, one state after the other, so that a save takes no more of a GPU's memory than the unscaled states of
-        one parameter do (or 64 MB). What it hands over by reference (FP32 states; in the native form BF16 ones, too)
-        stays where it is. "stager": all is handed over by reference, or made when it is read, to be copied by
-        ``fused_optim.checkpoint.PinnedStager``. It may be changed at any time.""",
-    )
-    fused = Option[bool | None](
-        None, document="which of torch.optim.AdamW's implementations is to run; without effect here."
-    )
-    foreach = Option[bool | None](None, document="without effect, as ``fused``.")
+    checkpoint_device = Option[CheckpointDevice](None, _one_of("None, 'cpu' or 'stager'", None, "cpu", "stager"))
+    fused = Option[bool | None](None)
+    foreach = Option[bool | None](None)
 
 
 class OfDropIns:
@@ -302,29 +316,25 @@ class OfDropIns:
 
     ``Settings`` has them for every optimizer: native classes say ``master_bits`` for the four of masters, and two are
     attributes of theirs, too. ``REMOVED`` has what else to write instead.
+
+    Attributes:
+        master_weights: whether parameters that are not FP32 have masters.
+        master_weight_dtype: ``torch.float32`` or ``torch.float16``: with one FP32 scale per block, and FP32 where no
+            block fits; it rounds in the rotating way, and the parameter is its rounded value.
+        store_param_remainders: keep only the bits that a BF16 parameter lacks instead of a whole FP32 master.
+        param_remainder_bits: 16 for lossless ones, 8 for 24-bit masters.
+        use_decoupled_grad: read gradients from ``p.decoupled_grad`` instead of ``p.grad``.
+        set_grad_none: what ``zero_grad()`` does by default; None means True.
+        unscales_gradients: whether ``step()`` divides gradients by the scale of a GradScaler, or the scaler does.
     """
 
-    master_weights = Option[bool](True, flag_of, "whether parameters that are not FP32 have masters.")
-    master_weight_dtype = Option[torch.dtype](
-        torch.float32,
-        _master_dtype,
-        """``torch.float32`` or ``torch.float16``: with one FP32 scale per block, and FP32 where no block fits; it
-        rounds in the rotating way, and the parameter is its rounded value.""",
-    )
-    store_param_remainders = Option[bool | None](
-        None, _flag_or_none, "keep only the bits that a BF16 parameter lacks instead of a whole FP32 master."
-    )
-    param_remainder_bits = Option[int](None, _remainder_bits, "16 for lossless ones, 8 for 24-bit masters.")
-    use_decoupled_grad = Option[bool](
-        False,
-        flag_of,
-        "read gradients from ``p.decoupled_grad`` instead of ``p.grad``.",
-        "has gradients outside of p.grad, which do not tell gradient release when they are ready",
-    )
-    set_grad_none = Option[bool | None](None, _flag_or_none, "what ``zero_grad()`` does by default; None means True.")
-    unscales_gradients = Option[bool](
-        True, flag_of, "whether ``step()`` divides gradients by the scale of a GradScaler, or the scaler does."
-    )
+    master_weights = Option[bool](True, flag_of)
+    master_weight_dtype = Option[torch.dtype](torch.float32, _master_dtype)
+    store_param_remainders = Option[bool | None](None, _flag_or_none)
+    param_remainder_bits = Option[int](None, _remainder_bits)
+    use_decoupled_grad = Option[bool](False, flag_of, _ELSEWHERE)
+    set_grad_none = Option[bool | None](None, _flag_or_none)
+    unscales_gradients = Option[bool](True, flag_of)
 
 
 def _options_in(*tables: type) -> dict[str, Option[Any]]:
@@ -336,12 +346,16 @@ OF_CONSTRUCTORS = _options_in(OfConstructors)
 OF_OPTIMIZERS = _options_in(OfOptimizers)
 OF_DROP_INS = _options_in(OfDropIns)
 OF_SETTINGS = OF_OPTIMIZERS | OF_DROP_INS
-_READ_IN_GROUPS = {
-    name: each for name, each in _options_in(OfGroups, OfConstructors).items() if each.read is not _as_given
-}
-_KEPT_BY = {flag_of: bool, _number: float, _rate: float}  # what these keep: each step asks for all groups
 FLAGS = tuple(name for name, each in _options_in(OfGroups).items() if each.is_flag)
-IMPLEMENTATIONS = ("fused", "foreach")  # of torch's optimizers: here they say nothing, in param groups either
+# Of torch's optimizers: which of its implementations is to run. Here they say nothing.
+IMPLEMENTATIONS = ("fused", "foreach")
+# Values of these types stay as they are: steps ask for all groups, whose values are such usually.
+_USUAL: dict[Any, type] = {flag_of: bool, _number: float, _rate: float, _dtype_name: str}
+_READ_IN_GROUPS = [
+    (name, each, _USUAL.get(each.read))
+    for name, each in _options_in(OfGroups, OfConstructors).items()
+    if each.read is not _as_given
+]
 
 # Words of earlier releases' constructors, and what to write instead.
 REMOVED = {
@@ -372,8 +386,8 @@ class Settings(OfOptimizers, OfDropIns):
             raise ValueError(f"offload_fraction={self.offload_fraction} needs offload_states=True")
         if self.offload_states and self.capturable:
             raise ValueError(
-                """offload_states=True: a CUDA graph does not wait for states to be in host memory; leave out
-        capturable=True"""
+                "offload_states=True: a CUDA graph does not wait for states to be in host memory; leave out "
+                "capturable=True"
             )
         is_whole = self.master_weight_dtype == torch.float32
         if self.store_param_remainders and not is_whole:
@@ -390,6 +404,12 @@ class Settings(OfOptimizers, OfDropIns):
 
     def as_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in OF_SETTINGS}
+
+    def arguments(self, of_drop_in: bool) -> dict[str, Any]:
+        """The arguments of a constructor that mean the same."""
+        if of_drop_in:
+            return {**self.as_dict(), "master_bits": None}
+        return {**{name: getattr(self, name) for name in OF_OPTIMIZERS}, "master_bits": self.master_bits}
 
     @property
     def master_bits(self) -> int:
@@ -434,14 +454,31 @@ def read_group(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
     cannot be read stay as they are, to be checked.
     """
     read: dict[str, Any] = {}
-    for key, given in group.items():
-        option = _READ_IN_GROUPS.get(key)
-        if option is None or type(given) is _KEPT_BY.get(option.read):
-            continue
-        kept = option.read(key, defaults.get(key, option.default) if given is None and option.is_flag else given)
-        if kept is not group[key]:
-            read[key] = kept
+    for key, option, usual in _READ_IN_GROUPS:
+        if key in group and type(given := group[key]) is not usual:
+            kept = option.read(key, defaults.get(key, option.default) if given is None and option.is_flag else given)
+            if kept is not given:
+                read[key] = kept
     return read
+
+
+def spelled_alike(dtypes: Mapping[str, Any]) -> dict[str, Any]:
+    """Dtypes as names where one of them is given by its name: what came from a config can be written as JSON again."""
+    by_name = any(isinstance(dtype, str) for dtype in dtypes.values())
+    return {key: _name_of(dtype) if by_name else dtype for key, dtype in dtypes.items()}
+
+
+def _name_of(dtype: Any) -> Any:
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+
+
+def asks_for_another(key: str, asked: Any, own: Any) -> bool:
+    """Whether a param group asks for another value of an option of the whole optimizer, in vain."""
+    if key in IMPLEMENTATIONS or asked is None:
+        return False
+    if isinstance(own, bool):
+        return flag_of(key, asked) != own
+    return bool((as_dtype(asked) if isinstance(own, torch.dtype) else number_of(asked)) != own)
 
 
 # --- constructors -----------------------------------------------------------------------------------------------------
@@ -488,9 +525,9 @@ def check_names(owner: str, given: Mapping[str, Any], known: Sequence[str]) -> N
 
 def documents_options(kind: C) -> C:
     """A decorator of a class: its docstring's ``Args`` go on with the options that they do not name themselves."""
-    text = kind.__doc__ or ""
-    names = [name for name in inspect.signature(kind).parameters if f"\n        {name}:" not in text]
-    found = [" ".join([f"{name}:", *OPTIONS[name].document.split()]) for name in names]
-    entries = [textwrap.fill(each, 120, initial_indent=" " * 8, subsequent_indent=" " * 12) for each in found]
-    kind.__doc__ = text.replace("\n\n    Raises:", "\n".join(["", *entries, "", "    Raises:"]), 1)
+    text = inspect.cleandoc(kind.__doc__ or "")
+    names = [name for name in inspect.signature(kind).parameters if f"\n    {name}: " not in text]
+    kind.__doc__ = text.replace(
+        "\n\nRaises:", "\n".join(["", *(OPTIONS[name].document for name in names), "\nRaises:"])
+    )
     return kind

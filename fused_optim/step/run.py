@@ -18,8 +18,7 @@ from fused_optim.decorators import callers_level
 from fused_optim.memory import copies, replaced
 from fused_optim.memory.layout import STEP
 from fused_optim.options.checks import check_hyperparameters, check_update, describe
-from fused_optim.options.reading import whole_number_of
-from fused_optim.options.table import OF_SETTINGS, Option, read_group
+from fused_optim.options.table import OF_SETTINGS, Option, read_group, whole_number_of
 from fused_optim.rule import Hyper
 from fused_optim.sharding.collective import announce_failure, any_rank, each_on_any_rank
 from fused_optim.sharding.dtensor import local_tensor
