@@ -266,9 +266,9 @@ class OfOptimizers:
 
     Attributes:
         capturable: ``step()`` can be captured into a CUDA graph, after one warm-up step or ``initialize_state()``. Step
-            counters are on the GPU then. Replays read a tensor ``lr`` on the GPU; a float ``lr`` is copied there by each
-            ``step()`` or ``initialize_state()`` outside of captures. The capture fixes all other hyperparameters, and
-            which parameters have gradients. No effect on parameters on the CPU.
+            counters are on the GPU then. Replays read a tensor ``lr`` on the GPU; a float ``lr`` is copied there by
+            each ``step()`` or ``initialize_state()`` outside of captures. The capture fixes all other hyperparameters,
+            and which parameters have gradients. No effect on parameters on the CPU.
         stochastic_rounding: rotating rounding, not nearest, of states that are not FP32, of 24-bit masters, and of
             parameters without master. Rounded to nearest, changes below half a last place are lost forever.
         seed: of the rounding sequence, a function of (seed, step, parameter, global element index). A parameter counts
@@ -385,10 +385,8 @@ class Settings(OfOptimizers, OfDropIns):
         if self.offload_fraction != 1.0 and not self.offload_states:
             raise ValueError(f"offload_fraction={self.offload_fraction} needs offload_states=True")
         if self.offload_states and self.capturable:
-            raise ValueError(
-                "offload_states=True: a CUDA graph does not wait for states to be in host memory; leave out "
-                "capturable=True"
-            )
+            why = "a CUDA graph does not wait for states to be in host memory"
+            raise ValueError(f"offload_states=True: {why}; leave out capturable=True")
         is_whole = self.master_weight_dtype == torch.float32
         if self.store_param_remainders and not is_whole:
             raise ValueError(
@@ -397,8 +395,7 @@ class Settings(OfOptimizers, OfDropIns):
             )
         if self.store_param_remainders and not self.master_weights:
             raise ValueError("store_param_remainders=True needs master_weights=True")
-        has_none = self.store_param_remainders is False or not is_whole
-        if self.param_remainder_bits == 8 and self.master_weights and has_none:
+        if self.param_remainder_bits == 8 and self.master_weights and not self.keeps_remainders:
             hint = "store_param_remainders=True, or None with FP32 masters"
             raise ValueError(f"param_remainder_bits=8 needs remainders: {hint}")
 
@@ -465,11 +462,8 @@ def read_group(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
 def spelled_alike(dtypes: Mapping[str, Any]) -> dict[str, Any]:
     """Dtypes as names where one of them is given by its name: what came from a config can be written as JSON again."""
     by_name = any(isinstance(dtype, str) for dtype in dtypes.values())
-    return {key: _name_of(dtype) if by_name else dtype for key, dtype in dtypes.items()}
-
-
-def _name_of(dtype: Any) -> Any:
-    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    names = {key: str(dtype).removeprefix("torch.") for key, dtype in dtypes.items() if isinstance(dtype, torch.dtype)}
+    return {**dtypes, **(names if by_name else {})}
 
 
 def asks_for_another(key: str, asked: Any, own: Any) -> bool:

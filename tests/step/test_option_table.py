@@ -49,7 +49,6 @@ def test_type_checkers_know_every_option() -> None:
 @pytest.mark.parametrize("kind", NATIVE)
 def test_signatures_and_docstrings_have_every_option(kind: Any) -> None:
     """Whatever shows arguments, such as jsonargparse, finds names, types and the table's defaults."""
-    assert kind.__doc__ is not None
     found = parameters(kind)
     assert NATIVE[kind].__annotations__.keys() <= found.keys()
     assert kind is not FusedAdamW or [*found] == [*parameters(FusedAdam)]
@@ -58,7 +57,6 @@ def test_signatures_and_docstrings_have_every_option(kind: Any) -> None:
             assert each.default == table.OPTIONS[name].default, name
         if kind is not FusedAdamW:
             assert kind.__doc__.count(f"\n    {name}: ") == 1, name
-    assert FusedAdam.__doc__ is not None and "\n    seed: of the rounding sequence, a function of" in FusedAdam.__doc__
 
 
 def test_an_attribute_is_read_as_an_argument() -> None:
