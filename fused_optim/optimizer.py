@@ -84,7 +84,7 @@ class ShardedOptimizer(Publisher, OfOptimizers):
             dtypes["master_weight_dtype"] = given.get("master_weight_dtype", torch.float32)
         whole = self.settings.arguments(is_drop_in)
         defaults = {"decoupled_weight_decay": None, **given, **whole, **spelled_alike(dtypes)}
-        defaults |= read_group(defaults, {})
+        defaults |= read_group(defaults, defaults)
         self._check_formats(defaults)
         check_hyperparameters(defaults, rule)
         super().__init__(params, defaults)

@@ -385,8 +385,8 @@ class Settings(OfOptimizers, OfDropIns):
         if self.offload_fraction != 1.0 and not self.offload_states:
             raise ValueError(f"offload_fraction={self.offload_fraction} needs offload_states=True")
         if self.offload_states and self.capturable:
-            why = "a CUDA graph does not wait for states to be in host memory"
-            raise ValueError(f"offload_states=True: {why}; leave out capturable=True")
+            why = "offload_states=True: a CUDA graph does not wait for states to be in host memory"
+            raise ValueError(f"{why}; leave out capturable=True")
         is_whole = self.master_weight_dtype == torch.float32
         if self.store_param_remainders and not is_whole:
             raise ValueError(
@@ -447,14 +447,15 @@ def _masters_of_bits(given: Mapping[str, Any]) -> dict[str, Any]:
 def read_group(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The options in a param group whose values are not as they are kept: as such.
 
-    A flag that is None has the value of ``defaults``. Raises TypeError for flags that are none; other values that
-    cannot be read stay as they are, to be checked.
+    Keys that are not in ``defaults`` are users' own. A flag that is None has its value there. Raises TypeError for
+    flags that are none; other values that cannot be read stay as they are, to be checked.
     """
     read: dict[str, Any] = {}
     for key, option, usual in _READ_IN_GROUPS:
-        if key in group and type(given := group[key]) is not usual:
-            kept = option.read(key, defaults.get(key, option.default) if given is None and option.is_flag else given)
-            if kept is not given:
+        if key in group and key in defaults and type(given := group[key]) is not usual:
+            if given is None and option.is_flag:
+                given = option.default if defaults[key] is None else defaults[key]
+            if (kept := option.read(key, given)) is not group[key]:
                 read[key] = kept
     return read
 

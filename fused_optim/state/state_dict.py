@@ -200,7 +200,7 @@ def load(store: StateStore, checked: Checked) -> None:
     copies.wait()
     for group, saved, step in zip(store.groups, checked.groups, checked.steps, strict=True):
         taken = {key: copy.deepcopy(saved[key]) for key in taken_keys(store, group, saved)}
-        group.update({**taken, **read_group(taken, {})})
+        group.update({**taken, **read_group(taken, store.defaults)})
         group["step"] = step
     if described := _flags(checked.groups):  # goes on as it was; another optimizer has rounded in no way of ours
         store.rounds_by_names = any(flags & KEYED_BY_NAMES for flags in described)
@@ -282,7 +282,7 @@ def _check_group(
 ) -> None:
     try:
         taken = {key: saved[key] for key in taken_keys(store, group, saved)}
-        check_saved_group({**group, **taken, **read_group(taken, {})}, saved, store.rule)
+        check_saved_group({**group, **taken, **read_group(taken, store.defaults)}, saved, store.rule)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{what}: {error}") from error
     trained = [param for param in group["params"] if param.requires_grad]
