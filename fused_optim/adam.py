@@ -7,22 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fused_optim.decorators import between_graphs
 from fused_optim.formats.arithmetic import flush_denormals, fma, sqrt
 from fused_optim.optimizer import ShardedOptimizer
-from fused_optim.options.checks import check_decay_rates, check_differentiable, check_number
-from fused_optim.options.reading import (
-    CheckpointDevice,
-    CheckpointFormat,
-    Options,
-    flag_of,
-    reads_arguments,
-    shows_options_of,
-)
+from fused_optim.options.checks import check_decay_rates, check_number
+from fused_optim.options.reading import Options
+from fused_optim.options.table import documents_options, flag_of, takes_options
 from fused_optim.rules import ADAM, Rule, Scalars, averaging, integer_power
 
 EXP_AVG, EXP_AVG_SQ = ADAM.states
@@ -99,6 +92,7 @@ class Adam(Rule):
         return fma(exp_avg / denominator, -s.step_size, param * s.decay), [exp_avg, exp_avg_sq]
 
 
+@documents_options
 class FusedAdam(ShardedOptimizer):
     """Adam (Kingma & Ba, 2015) and AdamW (Loshchilov & Hutter, 2019), one pass per step over all local shards.
 
@@ -121,52 +115,6 @@ class FusedAdam(ShardedOptimizer):
             default: smaller second moments are kept as 0.
         weight_decay: where it is not 0, here or in a param group, ``decoupled_weight_decay`` says how it is applied.
         amsgrad: not supported, must be False.
-        bias_correction: divide the moments by ``1 - beta ** step``.
-        maximize: ascend instead of descend.
-        capturable: ``step()`` can be captured into a CUDA graph, after one warm-up step or ``initialize_state()``. The
-            step counters are on the devices then. A replay uses the learning rate that a tensor ``lr`` on the GPU has
-            at that time; a float ``lr`` is copied to the GPU by ``step()`` and ``initialize_state()`` outside of
-            captures, so replays use the value of the last one of these. All other hyperparameters, and which
-            parameters have gradients, are those of the capture. No effect on parameters on the CPU.
-        master_bits: 32: parameters that are not FP32 have exact FP32 masters; BF16 parameters store only the bits that
-            they lack, in 2 bytes per element. 24: BF16 parameters have 24-bit masters, in 1 byte, which round in the
-            rotating way, and others FP32 ones. 0: no masters. None means 32.
-        exp_avg_dtype: how the first moment is kept: ``torch.float32``, ``bfloat16``, ``float16``, ``float8_e4m3fn``
-            or ``int8``; the last three with one FP32 scale per 128, 64 or 32 elements of a row, and FP32 where no such
-            block divides the rows of all shards or a one-dimensional parameter has fewer than 4096 elements. Also as a
-            param-group option.
-        exp_avg_sq_dtype: the same of the second moment.
-        state_dtype: of all states whose own option is None.
-        stochastic_rounding: rotating rounding, not nearest, of states that are not FP32, of 24-bit masters, and of
-            parameters without master. Rounded to nearest, changes below half a last place are lost forever.
-        seed: of the rounding sequence, a function of (seed, step, parameter, global element index). A parameter counts
-            by its name where ``params`` has names, so that optimizers of parts of a model round as one of all of it
-            does; else by its position.
-        skip_nonfinite: a step whose gradients hold a NaN or an infinity, on any rank, changes nothing and does not
-            count; nothing is read back. It costs one pass over the gradients, none where the optimizer's own
-            ``clip_grad_norm_`` was called for the step, and a reduction over the default process group, which makes
-            ``step()`` a collective; ``skip_nonfinite_group`` may be set to another one. ``skipped_steps`` counts.
-        offload_states: moments, masters beside the parameters, and scales live in page-locked host memory. ``step()``
-            brings them to the GPU in chunks, through 96 MB of buffers, and back; it returns when they are in host
-            memory again. The same bits as without. No effect on parameters in host memory, whose states are there
-            anyway; masters of quantized weights stay on the GPU. Not with ``capturable``.
-        offload_fraction: the share of the parameters' elements whose states are offloaded, in [0, 1]; parameters are
-            chosen as wholes, evenly over the model.
-        checkpoint_format: the form of ``state_dict()``. ``"unscaled"``: FP32 tensors; ``"native"``: the stored bits
-            and scales, several times smaller; ``"torch"``: what torch.optim.AdamW has, for going over from it and back
-            to it: FP32 moments without masters, a ``step`` per parameter, and the running param groups show AdamW's
-            keys. All of them load whatever this is; it may be changed at any time.
-        checkpoint_device: where ``state_dict()`` puts the states that it converts. None: where the parameters are;
-            "cpu": in host memory, one state after the other, so that a save takes no more of a GPU's memory than the
-            unscaled states of one parameter do (or 64 MB). What it hands over by reference (FP32 states; in the native
-            form BF16 ones, too) stays where it is. "stager": all is handed over by reference, or made when it is read,
-            to be copied by ``fused_optim.checkpoint.PinnedStager``. It may be changed at any time.
-        fused: which of its implementations torch.optim.AdamW is to take; without effect here.
-        foreach: the same.
-        differentiable: not supported, must be False.
-        decoupled_weight_decay: False: weight decay is added to the gradient, as by torch.optim.Adam (L2). True: the
-            parameter is multiplied by ``1 - lr * weight_decay``, as by torch.optim.AdamW, and by TransformerEngine's
-            and Apex's FusedAdam. None: not said. The ``defaults`` of torch.optim.Adam and AdamW are arguments.
 
     Raises:
         ValueError, TypeError: for hyperparameters or parameters that cannot be used, and for a weight decay without
@@ -184,7 +132,7 @@ class FusedAdam(ShardedOptimizer):
     rule: Adam
 
     @between_graphs
-    @reads_arguments
+    @takes_options(Options)
     def __init__(
         self,
         params: ParamsT,
@@ -193,64 +141,18 @@ class FusedAdam(ShardedOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
-        *,
-        bias_correction: bool = True,
-        maximize: bool = False,
-        capturable: bool = False,
-        exp_avg_dtype: torch.dtype | str | None = None,
-        exp_avg_sq_dtype: torch.dtype | str | None = None,
-        state_dtype: torch.dtype | str | None = None,
-        master_bits: int | None = None,
-        stochastic_rounding: bool = True,
-        seed: int = 0,
-        skip_nonfinite: bool = False,
-        offload_states: bool = False,
-        offload_fraction: float = 1.0,
-        checkpoint_format: CheckpointFormat = "unscaled",
-        checkpoint_device: CheckpointDevice = None,
-        fused: bool | None = None,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        decoupled_weight_decay: bool | None = None,
+        **options: Unpack[Options],
     ) -> None:
-        check_differentiable(differentiable)
-        if decoupled_weight_decay is not None:
-            decoupled_weight_decay = flag_of("decoupled_weight_decay", decoupled_weight_decay)
-        super().__init__(
-            params,
-            Adam(decoupled_weight_decay is not False),
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "amsgrad": amsgrad,
-                "bias_correction": bias_correction,
-                "maximize": maximize,
-                "decoupled_weight_decay": decoupled_weight_decay,
-            },
-            {EXP_AVG.option: exp_avg_dtype, EXP_AVG_SQ.option: exp_avg_sq_dtype},
-            state_dtype,
-            {
-                "capturable": capturable,
-                "master_bits": master_bits,
-                "stochastic_rounding": stochastic_rounding,
-                "seed": seed,
-                "skip_nonfinite": skip_nonfinite,
-                "offload_states": offload_states,
-                "offload_fraction": offload_fraction,
-                "checkpoint_format": checkpoint_format,
-                "checkpoint_device": checkpoint_device,
-                "fused": fused,
-                "foreach": foreach,
-            },
-        )
+        decoupled = options["decoupled_weight_decay"]
+        rule = Adam(decoupled is None or flag_of("decoupled_weight_decay", decoupled))
+        hyperparameters = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        super().__init__(params, rule, **hyperparameters, **options)
 
 
 class FusedAdamW(FusedAdam):
     """:class:`FusedAdam` with torch.optim.AdamW's weight decay: decoupled, 0.01 by default."""
 
-    @shows_options_of(FusedAdam.__init__)
+    @takes_options(Options)
     def __init__(
         self,
         params: ParamsT,
@@ -261,6 +163,6 @@ class FusedAdamW(FusedAdam):
         amsgrad: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        if options.get("decoupled_weight_decay") is None:
+        if options["decoupled_weight_decay"] is None:
             options["decoupled_weight_decay"] = True
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)

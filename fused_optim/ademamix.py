@@ -14,8 +14,9 @@ from fused_optim.adam import average_square, check_eps
 from fused_optim.decorators import between_graphs
 from fused_optim.formats.arithmetic import fma, sqrt
 from fused_optim.optimizer import ShardedOptimizer
-from fused_optim.options.checks import check_decay_rates, check_differentiable, check_number, whole_number
-from fused_optim.options.reading import AdEMAMixOptions, check_names, flag_of
+from fused_optim.options.checks import check_decay_rates, check_number, whole_number
+from fused_optim.options.reading import AdEMAMixOptions
+from fused_optim.options.table import documents_options, takes_options
 from fused_optim.rules import ADEMAMIX, Rule, Scalars, averaging, exponential_minus_one, integer_power
 
 
@@ -81,6 +82,7 @@ class AdEMAMix(Rule):
         return fma(direction / denominator, -s.step_size, param * s.decay), [exp_avg, exp_avg_slow, exp_avg_sq]
 
 
+@documents_options
 class FusedAdEMAMix(ShardedOptimizer):
     """AdEMAMix (Pagliardini et al., 2024), one pass per step over all local shards: AdamW with a second, slow average.
 
@@ -99,8 +101,6 @@ class FusedAdEMAMix(ShardedOptimizer):
             that grows linearly; None: it is ``betas[2]`` from the first step.
         eps: as of :class:`fused_optim.FusedAdam`.
         weight_decay: decoupled: the parameter is multiplied by ``1 - lr * weight_decay``.
-        options: those of :class:`fused_optim.FusedAdam` but for Adam's own; the formats of the states are
-            ``exp_avg_dtype``, ``exp_avg_slow_dtype`` and ``exp_avg_sq_dtype``, or ``state_dtype`` for all.
 
     Raises:
         ValueError, TypeError: for hyperparameters or parameters that cannot be used; nothing has been changed then.
@@ -109,6 +109,7 @@ class FusedAdEMAMix(ShardedOptimizer):
     rule: AdEMAMix
 
     @between_graphs
+    @takes_options(AdEMAMixOptions)
     def __init__(
         self,
         params: ParamsT,
@@ -121,19 +122,5 @@ class FusedAdEMAMix(ShardedOptimizer):
         weight_decay: float = 0.01,
         **options: Unpack[AdEMAMixOptions],
     ) -> None:
-        given: dict[str, Any] = {**options}
-        named = ("lr", "betas", "alpha", "t_alpha", "t_beta3", "eps", "weight_decay")
-        check_names(type(self).__name__, given, [*named, *AdEMAMixOptions.__annotations__])
-        check_differentiable(given.pop("differentiable", None))
-        formats = {spec.option: given.pop(spec.option, None) for spec in ADEMAMIX.states}
-        hyperparameters = {
-            "lr": lr,
-            "betas": betas,
-            "alpha": alpha,
-            "t_alpha": t_alpha,
-            "t_beta3": t_beta3,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": flag_of("maximize", given.pop("maximize", None) or False),
-        }
-        super().__init__(params, AdEMAMix(), hyperparameters, formats, given.pop("state_dtype", None), given)
+        own = {"betas": betas, "alpha": alpha, "t_alpha": t_alpha, "t_beta3": t_beta3, "eps": eps}
+        super().__init__(params, AdEMAMix(), lr=lr, weight_decay=weight_decay, **own, **options)

@@ -13,8 +13,9 @@ from torch.optim.optimizer import ParamsT
 from fused_optim.decorators import between_graphs
 from fused_optim.formats.arithmetic import fma
 from fused_optim.optimizer import ShardedOptimizer
-from fused_optim.options.checks import check_decay_rates, check_differentiable
-from fused_optim.options.reading import SharedOptions, check_names, flag_of
+from fused_optim.options.checks import check_decay_rates
+from fused_optim.options.reading import LionOptions
+from fused_optim.options.table import documents_options, takes_options
 from fused_optim.rules import LION, Rule, Scalars, averaging
 
 (EXP_AVG,) = LION.states
@@ -45,6 +46,7 @@ class Lion(Rule):
         return fma(direction, -s.step_size, param * s.decay), [exp_avg]
 
 
+@documents_options
 class FusedLion(ShardedOptimizer):
     """Lion (Chen et al., 2023), one pass per step over all local shards: the sign of an average, one state.
 
@@ -58,8 +60,7 @@ class FusedLion(ShardedOptimizer):
         betas: the update is the sign of ``betas[0] * exp_avg + (1 - betas[0]) * grad``; ``exp_avg`` itself decays by
             ``betas[1]``. Both in [0, 1).
         weight_decay: decoupled: the parameter is multiplied by ``1 - lr * weight_decay``.
-        options: those of :class:`fused_optim.FusedAdam` but for Adam's own; ``exp_avg_dtype`` or ``state_dtype`` is the
-            format of the state.
+        exp_avg_dtype: as of :class:`fused_optim.FusedAdam`, of ``exp_avg``.
 
     Raises:
         ValueError, TypeError: for hyperparameters or parameters that cannot be used; nothing has been changed then.
@@ -68,29 +69,13 @@ class FusedLion(ShardedOptimizer):
     rule: Lion
 
     @between_graphs
+    @takes_options(LionOptions)
     def __init__(
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-4,
         betas: Sequence[float] = (0.9, 0.99),
         weight_decay: float = 0.0,
-        **options: Unpack[SharedOptions],
+        **options: Unpack[LionOptions],
     ) -> None:
-        given: dict[str, Any] = {**options}
-        known = ("lr", "betas", "weight_decay", *SharedOptions.__annotations__)
-        check_names(type(self).__name__, given, known)
-        check_differentiable(given.pop("differentiable", None))
-        maximize = given.pop("maximize", None)
-        super().__init__(
-            params,
-            Lion(),
-            {
-                "lr": lr,
-                "betas": betas,
-                "weight_decay": weight_decay,
-                "maximize": maximize is not None and flag_of("maximize", maximize),
-            },
-            {EXP_AVG.option: given.pop("exp_avg_dtype", None)},
-            given.pop("state_dtype", None),
-            given,
-        )
+        super().__init__(params, Lion(), lr=lr, betas=betas, weight_decay=weight_decay, **options)

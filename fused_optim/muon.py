@@ -18,8 +18,9 @@ from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.matrices.newton_schulz import coefficients_of
 from fused_optim.matrices.passes import MOMENTUM_BUFFER, MomentumPass
 from fused_optim.optimizer import ShardedOptimizer
-from fused_optim.options.checks import check_differentiable, check_number, whole_number
-from fused_optim.options.reading import MuonOptions, check_names, flag_of
+from fused_optim.options.checks import check_number, whole_number
+from fused_optim.options.reading import MuonOptions
+from fused_optim.options.table import OPTIONS, documents_options, flag_of, takes_options
 from fused_optim.rules import MUON, Orthogonalization, Rule
 
 ALGORITHM = "algorithm"  # of a param group: a key of `MuonWithAdamW.rules`
@@ -127,6 +128,7 @@ class MuonWithAdamW:
         return (*_OF_ADAM, EXP_AVG.option, EXP_AVG_SQ.option) if is_muon else (*_OF_MUON, MOMENTUM_BUFFER.option)
 
 
+@documents_options
 class FusedMuon(ShardedOptimizer):
     """Muon (Jordan et al., 2024) for hidden matrices, whole wherever they are sharded; AdamW for all else.
 
@@ -153,17 +155,12 @@ class FusedMuon(ShardedOptimizer):
         ns_steps: how many steps, less than 100.
         adjust_lr_fn: what updates are multiplied by: ``"original"`` or None, ``sqrt(max(1, rows / columns))``;
             ``"match_rms_adamw"``, ``0.2 * sqrt(max(rows, columns))``, for AdamW's learning rates.
-        ns_dtype: of the products: "bfloat16", "float16" or "float32". GPUs make both 16-bit ones of FP16 values where
-            steps on Gram matrices take less time, which rounds less.
         splits: of param groups: the rows of the matrices that each parameter joins, such as those of queries, keys and
             values; they are orthogonalized apart.
-        experts: whether parameters with three dims are experts, each entry of the first a matrix. Else they are
-            refused: weights of convolutions have three dims, too. Also of param groups.
-        momentum_dtype: how the momentum is kept: a format of :class:`fused_optim.FusedAdam`'s states.
         betas: of AdamW's moments, in param groups with ``algorithm="adamw"``, whose ``eps`` is 1e-8.
         bias_correction: of AdamW's moments.
-        options: of :class:`fused_optim.FusedAdam`: those of masters, rounding, clipping, saving and loading, and the
-            formats of AdamW's moments. Not ``checkpoint_format="torch"``; ``capturable`` on one GPU.
+        checkpoint_format: "unscaled" or "native", as of :class:`fused_optim.FusedAdam`.
+        capturable: as of :class:`fused_optim.FusedAdam`, on one GPU.
 
     Raises:
         ValueError, TypeError: for hyperparameters or parameters that cannot be used; nothing has been changed then.
@@ -172,6 +169,7 @@ class FusedMuon(ShardedOptimizer):
     rule: MuonWithAdamW
 
     @between_graphs
+    @takes_options(MuonOptions)
     def __init__(
         self,
         params: ParamsT,
@@ -185,28 +183,15 @@ class FusedMuon(ShardedOptimizer):
         adjust_lr_fn: str | None = None,
         **options: Unpack[MuonOptions],
     ) -> None:
-        given: dict[str, Any] = {**options}
-        check_names(type(self).__name__, given, [*MuonOptions.__annotations__])
-        check_differentiable(given.pop("differentiable", None))
-        rules = MuonWithAdamW(betas=given.pop("betas", (0.9, 0.999)))
-        formats = {spec.option: given.pop(spec.option, None) for spec in rules.states}
-        hyperparameters = {
-            "lr": lr,
-            "weight_decay": weight_decay,
+        rules = MuonWithAdamW(betas=OPTIONS["betas"].value_of(options.pop("betas")))
+        own: dict[str, Any] = {
             "momentum": momentum,
             "nesterov": nesterov,
             "ns_coefficients": ns_coefficients,
-            "eps": eps,
             "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "ns_dtype": given.pop("ns_dtype", "bfloat16"),
-            "splits": None,
-            "experts": flag_of("experts", given.pop("experts", False)),
-            "bias_correction": flag_of("bias_correction", given.pop("bias_correction", True)),
-            "maximize": flag_of("maximize", given.pop("maximize", None) or False),
-            ALGORITHM: "muon",
         }
-        super().__init__(params, rules, hyperparameters, formats, given.pop("state_dtype", None), given)
+        own |= {"adjust_lr_fn": adjust_lr_fn, "splits": None, ALGORITHM: "muon"}
+        super().__init__(params, rules, lr=lr, weight_decay=weight_decay, eps=eps, **own, **options)
 
     @between_graphs
     @between_steps
@@ -215,6 +200,4 @@ class FusedMuon(ShardedOptimizer):
         if self.rule.for_group(param_group) is self.rule.adamw:
             param_group.setdefault("eps", _ADAMS_EPS)
             param_group.setdefault("betas", self.rule.betas)
-        dtype = param_group.get("ns_dtype", self.defaults["ns_dtype"])
-        param_group["ns_dtype"] = str(dtype).removeprefix("torch.")  # checkpoints gather no torch.dtype
         super().add_param_group(param_group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from copy import copy
 from typing import Any
 
 import torch
@@ -17,25 +17,24 @@ from fused_optim.memory.layout import MASTER, STEP
 from fused_optim.options.checks import (
     can_be_updated,
     check_belongs,
-    check_checkpoint_format,
+    check_decoupling,
     check_hyperparameters,
     check_iterable,
     check_native_formats,
     check_params,
-    check_torchs_options,
     check_whole,
+    without_repeats,
 )
-from fused_optim.options.reading import (
-    PEERS_WORDS,
-    TORCHS_OPTIONS,
-    CheckpointDevice,
-    CheckpointFormat,
+from fused_optim.options.table import (
+    OF_CONSTRUCTORS,
+    OfDropIns,
+    OfOptimizers,
+    Option,
+    Settings,
     asks_for_another,
     read_group,
     spelled_alike,
-    without_repeats,
 )
-from fused_optim.options.settings import Setting, Settings
 from fused_optim.publishing import Publisher
 from fused_optim.rules import Rules
 from fused_optim.sharding.collective import failing_together, parameter_names
@@ -49,10 +48,8 @@ from fused_optim.step.diagnostics import Diagnostics, diagnose
 from fused_optim.step.run import Stepper
 from fused_optim.step.scalars import keep_rates
 
-_WORDS = ("state_dtype", "master_bits")  # short words of the constructor, which stand for other options
 
-
-class ShardedOptimizer(Publisher):
+class ShardedOptimizer(Publisher, OfOptimizers):
     """What all optimizers of this package share. It knows no update rule: subclasses give it one.
 
     Each fact has one owner. ``param_groups`` have the hyperparameters and the ``step``; ``settings`` the options of the
@@ -62,57 +59,32 @@ class ShardedOptimizer(Publisher):
     Args:
         params: as of torch's optimizers.
         rule: the update rule, or rules.
-        hyperparameters: the defaults of param groups: lr, weight_decay, maximize, and those of ``rule.defaults``.
-        dtypes: the formats of the rule's states, by the names of their options. None: ``state_dtype``.
-        state_dtype: the format of all states that have none of their own; None: FP32.
-        options: those of :class:`fused_optim.options.settings.Settings`, and ``master_bits``.
+        given: the other arguments of the subclass's constructor, as its users gave them: all options that it has, see
+            ``options/table.py``, and the rule's hyperparameters, which are the defaults of param groups.
     """
 
     settings: Settings
 
-    capturable = Setting[bool]()
-    stochastic_rounding = Setting[bool]()
-    seed = Setting[int]()
-    use_decoupled_grad = Setting[bool]()
-    skip_nonfinite = Setting[bool]()
-    unscales_gradients = Setting[bool]()
-    offload_states = Setting[bool]()
-    offload_fraction = Setting[float]()
-    checkpoint_device = Setting[CheckpointDevice]()
-    fused = Setting[bool | None]()
-    foreach = Setting[bool | None]()
+    use_decoupled_grad = OfDropIns.use_decoupled_grad
+    unscales_gradients = OfDropIns.unscales_gradients
 
     _saves_int16_remainders = False  # in the unscaled form, instead of FP32 masters
     _synthetic_of_plain = True  # whether first steps of plain tensors may be synthetic
-    _peers: Mapping[str, Any] | None = None  # of drop-in classes: settings that they have other words for, as given
 
-    def __init__(
-        self,
-        params: ParamsT,
-        rule: Rules,
-        hyperparameters: Mapping[str, Any],
-        dtypes: Mapping[str, torch.dtype | str | None],
-        state_dtype: torch.dtype | str | None,
-        options: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, params: ParamsT, rule: Rules, **given: Any) -> None:
         check_iterable(params)
         self.rule = rule
-        peers = self._peers
-        self.settings = Settings.read(**{**options, **(peers or {})})
+        self.settings = Settings(given)
         self._check_form(self.settings.checkpoint_format)
         self.store = StateStore(self)
         self.stepper = Stepper(self.store, 0, self._synthetic_of_plain)
-        usual = torch.float32 if state_dtype is None else state_dtype
-        chosen = {key: usual if dtype is None else dtype for key, dtype in dtypes.items()}
-        own = {**self.settings.as_dict(), "master_bits": None, "state_dtype": state_dtype}
-        if peers is None:
-            own = {key: value for key, value in own.items() if key not in PEERS_WORDS}
-            own["master_bits"] = self.settings.master_bits
-        else:
-            chosen["master_weight_dtype"] = peers.get("master_weight_dtype", torch.float32)
-        own |= spelled_alike(chosen)
-        defaults = {"differentiable": False, "decoupled_weight_decay": None, **hyperparameters, **own}
-        defaults |= read_group(defaults, {})
+        usual = torch.float32 if given["state_dtype"] is None else given["state_dtype"]
+        dtypes = {key: usual if given[key] is None else given[key] for key in self.store.format_options}
+        if is_drop_in := isinstance(self, OfDropIns):
+            dtypes["master_weight_dtype"] = given.get("master_weight_dtype", torch.float32)
+        whole = self.settings.arguments(is_drop_in)
+        defaults = {"decoupled_weight_decay": None, **given, **whole, **spelled_alike(dtypes)}
+        defaults |= read_group(defaults, defaults)
         self._check_formats(defaults)
         check_hyperparameters(defaults, rule)
         super().__init__(params, defaults)
@@ -158,10 +130,11 @@ class ShardedOptimizer(Publisher):
             read |= {key: param_group["state_dtype"] for key in self.store.format_options if key not in param_group}
         self._check_formats({**param_group, **read})
         check_hyperparameters({**self.defaults, **param_group, **read}, self.rule)
-        check_torchs_options(param_group, self.defaults, self.rule)
-        number, whole = len(self.param_groups), {**self.rule.options, **self.settings.of_whole_optimizer}
+        check_decoupling({**param_group, **read}, self.defaults, self.rule)
+        settings = self.settings
+        whole = {**self.rule.options, **settings.as_dict(), "master_bits": settings.master_bits}
         ignored = [key for key in whole if asks_for_another(key, param_group.get(key), whole[key])]
-        self.stepper.ignored[number] = ignored
+        self.stepper.ignored[len(self.param_groups)] = ignored
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -172,7 +145,7 @@ class ShardedOptimizer(Publisher):
         rule = self.rule.for_group(group)
         group.update(spelled_alike({spec.option: group[spec.option] for spec in rule.states}))
         foreign = self.rule.foreign_keys(group)
-        for key in {*whole, *_WORDS, *TORCHS_OPTIONS, *foreign} - {*ignored}:  # torch puts all defaults there
+        for key in {*whole, *OF_CONSTRUCTORS, *foreign} - {*ignored}:  # torch puts all defaults there
             group.pop(key, None)
         for key, value in {STEP: 0, **description(rule)}.items():
             group.setdefault(key, value)
@@ -219,7 +192,7 @@ class ShardedOptimizer(Publisher):
             **super().__getstate__(),
             "param_groups": [*map(dict, self.store.groups)],
             "rule": self.rule,
-            "settings": replace(self.settings),
+            "settings": copy(self.settings),
             "layouts": self.store.layouts.of(self.state),
             "pending": self.store.pending.of(self.store.params),
             "skipped": self.skipped_steps,
@@ -234,22 +207,16 @@ class ShardedOptimizer(Publisher):
         adapters.retain_initial_values(self.store.params)
         self.stepper = Stepper(self.store, skipped, self._synthetic_of_plain)
 
-    @property
-    def checkpoint_format(self) -> CheckpointFormat:
-        """The form of ``state_dict()``."""
-        return self.settings.checkpoint_format
-
-    @checkpoint_format.setter
-    @between_steps
-    def checkpoint_format(self, form: CheckpointFormat) -> None:
-        self._check_form(form)
-        self.settings.checkpoint_format = form
+    def check_option(self, option: Option[Any], value: Any) -> None:
+        """Raise RuntimeError or ValueError where an option of the whole optimizer cannot be set to this value."""
+        self.stepper.check_option(option, value)
+        if option is OfOptimizers.checkpoint_format:
+            self._check_form(value)
 
     def _check_formats(self, group: Mapping[str, Any]) -> None:
         check_native_formats(group, self.store.format_options)
 
-    def _check_form(self, form: CheckpointFormat) -> None:
-        check_checkpoint_format(form)
+    def _check_form(self, form: str) -> None:
         if form == "torch" and not self.rule.has_torch_form:
             raise ValueError("checkpoint_format='torch' is torch.optim.AdamW's layout, which this update rule has not")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,36 +12,18 @@ from torch import Tensor
 from fused_optim.adam import FusedAdam
 from fused_optim.decorators import between_graphs, between_steps, ungraded
 from fused_optim.optimizer import ShardedOptimizer
-from fused_optim.options.reading import PEERS_WORDS
-from fused_optim.options.settings import Setting
+from fused_optim.options.table import OfDropIns, flag_of
 from fused_optim.sharding.dtensor import local_tensor
 
 
-class PeersSettings(ShardedOptimizer):
-    """A base of optimizers with the settings that only drop-in classes are given as arguments, and show.
-
-    Masters: ``master_weights`` says whether parameters that are not FP32 have them. ``master_weight_dtype`` is
-    ``torch.float32`` or ``torch.float16``: with one FP32 scale per block, and FP32 where no block fits; it rounds in
-    the rotating way, and the parameter is its rounded value. ``store_param_remainders``: keep only the bits that a BF16
-    parameter lacks instead of a whole FP32 master. ``param_remainder_bits``: 16 for lossless ones, 8 for 24-bit ones.
-
-    ``use_decoupled_grad``: read gradients from ``p.decoupled_grad`` instead of ``p.grad``. ``set_grad_none``: what
-    ``zero_grad()`` does by default; None means True. ``unscales_gradients``: True: ``step()`` divides gradients by the
-    scale of a GradScaler; False: the scaler does.
-    """
-
-    master_weights = Setting[bool]()
-    master_weight_dtype = Setting[torch.dtype]()
-    store_param_remainders = Setting[bool | None]()
-    param_remainder_bits = Setting[int]()
-    set_grad_none = Setting[bool | None]()
+class PeersSettings(ShardedOptimizer, OfDropIns):
+    """A base of optimizers with the settings that only drop-in classes are given as arguments, and show."""
 
     _default_remainders: bool | None = None  # what `store_param_remainders=None` stands for
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._peers = peers = {word: options.pop(word) for word in PEERS_WORDS if word in options}
-        if peers.get("store_param_remainders") is None:
-            peers["store_param_remainders"] = self._default_remainders
+        if options.get("store_param_remainders") is None:
+            options["store_param_remainders"] = self._default_remainders
         super().__init__(*arguments, **options)
 
     @between_graphs
@@ -58,12 +41,19 @@ class PeersSettings(ShardedOptimizer):
 
 
 class PeersAdam(PeersSettings, FusedAdam):
-    """:class:`fused_optim.FusedAdam` with the words that its peers have for its options."""
+    """:class:`fused_optim.FusedAdam` with the words that its peers have for its options, and with two of their habits.
 
-    def __init__(self, *arguments: Any, adam_w_mode: bool = True, **options: Any) -> None:
+    ``amsgrad`` raises RuntimeError, not ValueError; with ``capturable`` each ``lr`` becomes a tensor on its device.
+    """
+
+    def __init__(self, *arguments: Any, adam_w_mode: bool, amsgrad: bool, **options: Any) -> None:
+        if amsgrad:
+            raise RuntimeError("amsgrad=True is not supported: use torch.optim.AdamW(amsgrad=True), or amsgrad=False")
         if options.get("decoupled_weight_decay") is None:
             options["decoupled_weight_decay"] = adam_w_mode
         super().__init__(*arguments, **options)
+        if self.capturable:
+            _put_rates_on_devices(self)
 
     @property
     def adam_w_mode(self) -> bool:
@@ -76,13 +66,19 @@ class PeersAdam(PeersSettings, FusedAdam):
         self.rule.adam_w_mode = mode
 
 
-def refuse_amsgrad(amsgrad: bool) -> None:
-    """Raise RuntimeError, as Apex and TransformerEngine do, where :class:`fused_optim.FusedAdam` has a ValueError."""
-    if amsgrad:
-        raise RuntimeError("amsgrad=True is not supported: use torch.optim.AdamW(amsgrad=True), or amsgrad=False")
+def arguments(scope: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a drop-in class's constructor by name, from its ``locals()``.
+
+    Its own flags go by their truth, as in the original's. Text is read as text.
+    """
+    own = inspect.signature(scope["__class__"].__init__).parameters
+    given = {**{name: scope[name] for name in [*own][1:-1]}, **scope["options"]}
+    for name in [name for name, each in own.items() if isinstance(each.default, bool)]:
+        given[name] = flag_of(name, given[name]) if isinstance(given[name], str) else bool(given[name])
+    return given
 
 
-def put_rates_on_devices(optimizer: FusedAdam) -> None:
+def _put_rates_on_devices(optimizer: FusedAdam) -> None:
     """Make every ``lr`` an FP32 scalar on its group's device: replays of CUDA graphs read what is filled in."""
     for group in optimizer.param_groups:
         if group["params"]:

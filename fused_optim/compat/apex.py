@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fused_optim.compat._common import PeersAdam, put_rates_on_devices, refuse_amsgrad
+from fused_optim.compat._common import PeersAdam, arguments
 from fused_optim.decorators import declared_without
-from fused_optim.options.reading import OptionsBesideApex, reads_flags_by_truth
+from fused_optim.options.reading import OptionsBesideApex
 from fused_optim.sharding.dtensor import local_tensor
 
 
@@ -28,7 +28,6 @@ class FusedAdam(PeersAdam):
 
     _default_remainders = False
 
-    @reads_flags_by_truth
     def __init__(
         self,
         params: ParamsT,
@@ -44,22 +43,7 @@ class FusedAdam(PeersAdam):
         master_weights: bool = False,
         **options: Unpack[OptionsBesideApex],
     ) -> None:
-        refuse_amsgrad(amsgrad)
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            bias_correction=bias_correction,
-            adam_w_mode=adam_w_mode,
-            capturable=capturable,
-            master_weights=master_weights,
-            set_grad_none=set_grad_none,
-            **options,
-        )
-        if capturable:
-            put_rates_on_devices(self)
+        super().__init__(**arguments(locals()))
 
     @declared_without("grad_scaler")
     def step(  # type: ignore[override]  # Apex's signature, which takes no others

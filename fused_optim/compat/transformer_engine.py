@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from fused_optim.adam import MOMENTS
-from fused_optim.compat._common import PeersAdam, put_rates_on_devices, refuse_amsgrad
+from fused_optim.compat._common import PeersAdam, arguments
 from fused_optim.formats.dtypes import as_dtype
 from fused_optim.formats.states import STATE_FORMATS
 from fused_optim.memory.layout import MASTER
-from fused_optim.options.reading import OptionsBesideTransformerEngine, reads_flags_by_truth
+from fused_optim.options.reading import OptionsBesideTransformerEngine
 from fused_optim.sharding.dtensor import local_tensor
 
 
@@ -40,7 +40,6 @@ class FusedAdam(PeersAdam):
     _saves_int16_remainders = True
     _default_remainders = False
 
-    @reads_flags_by_truth
     def __init__(
         self,
         params: ParamsT,
@@ -62,33 +61,16 @@ class FusedAdam(PeersAdam):
         set_grad_none: bool | None = None,
         **options: Unpack[OptionsBesideTransformerEngine],
     ) -> None:
-        refuse_amsgrad(amsgrad)
-        master_weight_dtype = master_weight_dtype if master_weights else torch.float32
-        _check_dtypes(master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype)
-        whole = as_dtype(master_weight_dtype) == torch.float32
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            bias_correction=bias_correction,
-            adam_w_mode=adam_w_mode,
-            capturable=capturable,
-            master_weights=master_weights,
-            master_weight_dtype=master_weight_dtype,
-            exp_avg_dtype=exp_avg_dtype,
-            exp_avg_sq_dtype=exp_avg_sq_dtype,
-            use_decoupled_grad=use_decoupled_grad,
-            store_param_remainders=store_param_remainders and master_weights and whole,
-            **options,
-        )
-        self.set_grad_none = set_grad_none
+        given = arguments(locals())
+        if not given["master_weights"]:
+            given["master_weight_dtype"] = torch.float32
+        _check_dtypes(given["master_weight_dtype"], exp_avg_dtype, exp_avg_sq_dtype)
+        if not given["master_weights"] or as_dtype(given["master_weight_dtype"]) != torch.float32:
+            given["store_param_remainders"] = False
+        super().__init__(**given)
         if set_grad_none is not None:
             text = "set_grad_none of FusedAdam is deprecated: use zero_grad(set_to_none=...)"
             warnings.warn(text, DeprecationWarning, stacklevel=2)
-        if capturable:
-            put_rates_on_devices(self)
 
     @property
     def exp_avg_dtype(self) -> torch.dtype:

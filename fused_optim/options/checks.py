@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,34 @@ from fused_optim.formats.dtypes import as_dtype
 from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.formats.states import STATE_FORMATS
 from fused_optim.memory.host_memory import can_be_streamed
-from fused_optim.options.reading import CheckpointDevice, CheckpointFormat, flag_of, names_in, number_of
 from fused_optim.rules import Rule, Rules
 from fused_optim.sharding.dtensor import is_dense, local_tensor
 
 _RESIDUE = 1e-12  # of a schedule that should have ended at zero
+
+
+def names_in(group: Mapping[str, Any]) -> Sequence[str | None]:
+    """The names of a group's parameters; None where they have none. Raises ValueError where some have one."""
+    count = len(group["params"])
+    names: Sequence[str | None] = group.get("param_names", [None] * count)
+    if len(names) != count:
+        text = f"a param group has {count} parameters but {len(names)} names: change its params and param_names alike"
+        raise ValueError(f"{text}; its names are {', '.join(map(repr, names[:5]))}{', ...' * (len(names) > 5)}")
+    return names
+
+
+def without_repeats(group: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The parameters of a group, and their names if it has some, each parameter once.
+
+    torch warns of repeats, and updates them repeatedly; here shards are updated at the same time.
+    """
+    names_in(group)
+    first = {param: index for index, param in reversed([*enumerate(group["params"])])}
+    return {
+        key: [group[key][index] for index in sorted(first.values())]
+        for key in ("params", "param_names")
+        if key in group
+    }
 
 
 def describe(param: Tensor, index: int, name: str | None = None) -> str:
@@ -49,7 +72,8 @@ def some_of(items: list[str]) -> str:
 _USUAL_NUMBERS = (float, int)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number, and no truth value."""
     return type(value) in _USUAL_NUMBERS or (isinstance(value, Real) and not isinstance(value, bool))
 
 
@@ -92,7 +116,7 @@ def check_native_formats(group: Mapping[str, Any], options: Sequence[str]) -> No
 
 def check_number(key: str, value: Any, least: float = 0.0) -> None:
     """Raise TypeError or ValueError for what is not a finite number of at least ``least``."""
-    if type(value) not in _USUAL_NUMBERS and not _is_number(value):
+    if type(value) not in _USUAL_NUMBERS and not is_number(value):
         raise TypeError(f"{key}: expected a number, got {type(value).__name__}")
     if not math.isfinite(value) or value < least:
         raise ValueError(f"{key}: expected a finite number >= 0, got {value}")
@@ -106,7 +130,7 @@ def check_decay_rates(betas: Any, count: int = 2) -> None:
     if len(betas) != count:
         raise TypeError(f"{expected}, got {len(betas)}")
     for i, beta in enumerate(betas):
-        if type(beta) not in _USUAL_NUMBERS and not _is_number(beta):
+        if type(beta) not in _USUAL_NUMBERS and not is_number(beta):
             raise TypeError(f"betas[{i}]: expected a number, got {type(beta).__name__}")
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"betas[{i}]: expected a number in [0, 1), got {beta}")
@@ -122,9 +146,9 @@ def check_saved_group(group: dict[str, Any], saved: Mapping[str, Any], rules: Ru
         value = group[key]
         if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
             value = float(value)
-        if _is_number(value) and -_RESIDUE <= value < 0.0:
+        if is_number(value) and -_RESIDUE <= value < 0.0:
             group = {**group, key: 0.0}
-    if _is_number(group.get("eps")) and 0.0 <= group["eps"] < 1.0:
+    if is_number(group.get("eps")) and 0.0 <= group["eps"] < 1.0:
         group = {**group, "eps": 1.0}
     check_hyperparameters(group, rules)
     names = {str(dtype).removeprefix("torch.") for dtype in STATE_FORMATS}
@@ -133,57 +157,24 @@ def check_saved_group(group: dict[str, Any], saved: Mapping[str, Any], rules: Ru
             raise ValueError(f"{key}: expected one of {', '.join(sorted(names))}, got {saved[key]}")
 
 
-def check_checkpoint_format(name: CheckpointFormat) -> None:
-    """Raise ValueError for a form that state dicts do not have."""
-    if name not in get_args(CheckpointFormat):
-        raise ValueError(f"checkpoint_format: expected 'unscaled', 'native' or 'torch', got {name!r}")
-
-
-def check_checkpoint_device(device: CheckpointDevice) -> None:
-    """Raise ValueError for a place that state dicts are not converted to."""
-    if device not in (None, "cpu", "stager"):
-        raise ValueError(f"checkpoint_device: expected None, 'cpu' or 'stager', got {device!r}")
-
-
-def check_differentiable(differentiable: Any) -> None:
-    """Raise ValueError where autograd is to record the step, which no fused one lets it."""
-    if differentiable is not None and flag_of("differentiable", differentiable):
-        raise ValueError("differentiable=True is not supported: use torch.optim.AdamW(differentiable=True)")
-
-
-def check_torchs_options(group: Mapping[str, Any], defaults: Mapping[str, Any], rules: Rules) -> None:
-    """Raise ValueError for options of torch.optim.AdamW's in a param group that mean another optimizer.
+def check_decoupling(group: Mapping[str, Any], defaults: Mapping[str, Any], rules: Rules) -> None:
+    """Raise ValueError for a param group, as it was read, that asks for another kind of weight decay than the rule's.
 
     Also for a weight decay where nothing says which Adam's it is.
     """
-    check_differentiable(group.get("differentiable"))
     decoupled, own = group.get("decoupled_weight_decay"), rules.options.get("adam_w_mode", True)
-    if decoupled is not None and flag_of("decoupled_weight_decay", decoupled) != own:
+    if decoupled not in (None, own):
         raise ValueError(
             f"decoupled_weight_decay={decoupled} in a param group: it is an option of the whole optimizer here, "
             f"which has decoupled_weight_decay={own}; use an optimizer for each"
         )
-    is_unsaid = decoupled is None and defaults["decoupled_weight_decay"] is None and "adam_w_mode" in rules.options
-    decay = group.get("weight_decay", defaults["weight_decay"])
-    if is_unsaid and number_of(decay) > 0.0:
+    if decoupled is not None or "adam_w_mode" not in rules.options or defaults["decoupled_weight_decay"] is not None:
+        return
+    if (decay := group.get("weight_decay", defaults["weight_decay"])) > 0.0:
         raise ValueError(
             f"weight_decay={decay}: FusedAdam must be told how to apply it: decoupled_weight_decay=False (added to the "
             "gradient, as by torch.optim.Adam) or decoupled_weight_decay=True (as by AdamW, and by TransformerEngine's "
             "and Apex's FusedAdam); FusedAdamW has the latter"
-        )
-
-
-def check_offloading(offload_states: bool, fraction: Any, capturable: bool) -> None:
-    """Raise ValueError or TypeError for states that cannot be in host memory as they are asked to."""
-    if not _is_number(fraction):
-        raise TypeError(f"offload_fraction: expected a number in [0, 1], got {type(fraction).__name__}")
-    if not 0.0 <= fraction <= 1.0:
-        raise ValueError(f"offload_fraction: expected a number in [0, 1], got {fraction}")
-    if fraction != 1.0 and not offload_states:
-        raise ValueError(f"offload_fraction={fraction} needs offload_states=True")
-    if offload_states and capturable:
-        raise ValueError(
-            "offload_states=True: a CUDA graph does not wait for states to be in host memory; leave out capturable=True"
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fused_optim.options.settings import Settings
+from fused_optim.options.table import Settings
 from fused_optim.rules import ADAM, RULE_KEY, Rule, Rules
 
 Group = MutableMapping[str, Any]

@@ -27,8 +27,9 @@ from fused_optim.formats.states import Kind
 from fused_optim.memory import copies
 from fused_optim.memory.layout import MASTER, STEP
 from fused_optim.memory.uploads import uploading
-from fused_optim.options.checks import check_checkpoint_device, check_checkpoint_format, check_saved_group, describe
-from fused_optim.options.reading import FLAGS, CheckpointDevice, CheckpointFormat, read_group
+from fused_optim.options.checks import check_saved_group, describe
+from fused_optim.options.reading import CheckpointDevice, CheckpointFormat
+from fused_optim.options.table import FLAGS, read_group
 from fused_optim.rules import RULE_KEY, Rule, StateSpec
 from fused_optim.sharding.collective import any_rank, failing_together
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor, placed_part, rewrap_like
@@ -100,8 +101,6 @@ def state_dict(store: StateStore, options: Options) -> dict[str, Any]:
 
     FP32 states, and BF16 ones in the native form, go by reference; for a stager all that is not converted.
     """
-    check_checkpoint_format(options.form)
-    check_checkpoint_device(options.device)
     state, groups = packed(store)
     numbers = numbers_of(store)
     state |= {i: converted(store[param], options) for param, i in numbers.items() if param in store}
@@ -200,7 +199,7 @@ def load(store: StateStore, checked: Checked) -> None:
     copies.wait()
     for group, saved, step in zip(store.groups, checked.groups, checked.steps, strict=True):
         taken = {key: copy.deepcopy(saved[key]) for key in taken_keys(store, group, saved)}
-        group.update({**taken, **read_group(taken, {})})
+        group.update({**taken, **read_group(taken, store.defaults)})
         group["step"] = step
     if described := _flags(checked.groups):  # goes on as it was; another optimizer has rounded in no way of ours
         store.rounds_by_names = any(flags & KEYED_BY_NAMES for flags in described)
@@ -282,7 +281,7 @@ def _check_group(
 ) -> None:
     try:
         taken = {key: saved[key] for key in taken_keys(store, group, saved)}
-        check_saved_group({**group, **taken, **read_group(taken, {})}, saved, store.rule)
+        check_saved_group({**group, **taken, **read_group(taken, store.defaults)}, saved, store.rule)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{what}: {error}") from error
     trained = [param for param in group["params"] if param.requires_grad]

@@ -19,9 +19,8 @@ from fused_optim.formats.masters import Master
 from fused_optim.memory import copies
 from fused_optim.memory.by_parameter import ByParameter
 from fused_optim.memory.layout import MASTER, STEP, StateLayout
-from fused_optim.options.checks import check_param, describe
-from fused_optim.options.reading import names_in
-from fused_optim.options.settings import Settings
+from fused_optim.options.checks import check_param, describe, names_in
+from fused_optim.options.table import Settings
 from fused_optim.rules import Rule, Rules
 from fused_optim.sharding.collective import FailedElsewhere, any_rank, bare_name
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor, rewrap_like, shard_geometry

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import AdamW, Muon  # themselves, whatever programs put under their names later
 
 from fused_optim.memory.layout import MASTER, STEP
-from fused_optim.options.reading import IMPLEMENTATIONS
+from fused_optim.options.table import IMPLEMENTATIONS
 from fused_optim.state.groups import DESCRIPTION
 from fused_optim.state.param_state import ParamState
 from fused_optim.state.state_dict import numbers_of, packed

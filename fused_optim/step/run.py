@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from fused_optim.decorators import callers_level
 from fused_optim.memory import copies, replaced
 from fused_optim.memory.layout import STEP
 from fused_optim.options.checks import check_hyperparameters, check_update, describe
-from fused_optim.options.reading import read_group, whole_number_of
+from fused_optim.options.table import OF_SETTINGS, Option, read_group, whole_number_of
 from fused_optim.rules import Hyper
 from fused_optim.sharding.collective import announce_failure, any_rank, each_on_any_rank
 from fused_optim.sharding.dtensor import local_tensor
@@ -33,13 +34,6 @@ from fused_optim.step.scalars import DeviceScalars, host_lr, is_capturable_on, o
 from fused_optim.step.skip import Skips
 from fused_optim.step.synthetic import any_nonzero, may_be_synthetic
 
-# Options that gradient release refuses, and why.
-_NEEDS_ALL_GRADIENTS = {
-    **dict.fromkeys(
-        ("skip_nonfinite", "capturable"), "needs all gradients at once, and gradient release has them one by one"
-    ),
-    "use_decoupled_grad": "has gradients outside of p.grad, which do not tell gradient release when they are ready",
-}
 Scaling = tuple[Tensor | None, Tensor | None]  # what gradients are divided by, whether to skip the step
 
 
@@ -290,8 +284,8 @@ class Stepper:
         """Raise RuntimeError if an option needs all gradients at once, or gradient release is enabled already."""
         if self.buckets is not None:
             raise RuntimeError("gradient release is enabled for this optimizer already: call disable() of that first")
-        for option in _NEEDS_ALL_GRADIENTS:
-            self._refuse_option(option, getattr(self._store.settings, option))
+        for name, option in OF_SETTINGS.items():
+            option.check_release(getattr(self._store.settings, name))
         self.clipping.check()
         if self.clipping.due is not None:
             raise RuntimeError(
@@ -304,16 +298,11 @@ class Stepper:
         if self.buckets is not None:
             self.buckets.check_idle(what)
 
-    def check_option(self, option: str, value: object) -> None:
+    def check_option(self, option: Option[Any], value: object) -> None:
         """Raise RuntimeError if this option of the optimizer cannot be changed now."""
         if self.buckets is not None:
-            self.buckets.check_idle(option)
-            self._refuse_option(option, value)
-
-    @staticmethod
-    def _refuse_option(option: str, value: object) -> None:
-        if value and option in _NEEDS_ALL_GRADIENTS:
-            raise RuntimeError(f"{option}=True {_NEEDS_ALL_GRADIENTS[option]}: do without one of the two")
+            self.buckets.check_idle(option.name)
+            option.check_release(value)
 
     def refuse_in_buckets(self, what: str) -> None:
         """Raise RuntimeError if an option needs all gradients at once."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fused_optim.options.settings import Settings
+from fused_optim.options.table import Settings
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.state.groups import Group
 

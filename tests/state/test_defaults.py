@@ -18,7 +18,7 @@ from fused_optim import FusedAdam, FusedAdamW
 from fused_optim.compat import apex, transformer_engine
 from fused_optim.compat._common import PeersSettings
 from fused_optim.integrations import megatron
-from fused_optim.options.reading import PEERS_WORDS
+from fused_optim.options.table import OF_DROP_INS
 from pairwise import pairwise
 
 KINDS = [FusedAdam, FusedAdamW, apex.FusedAdam, transformer_engine.FusedAdam, megatron.FusedAdam]
@@ -51,7 +51,7 @@ def known_to(kind: type[FusedAdam], options: dict[str, Any]) -> dict[str, Any]:
     """Native classes have ``master_bits`` alone."""
     if issubclass(kind, PeersSettings):
         return options
-    own = {key: value for key, value in options.items() if key not in PEERS_WORDS}
+    own = {key: value for key, value in options.items() if key not in OF_DROP_INS}
     masters = (options.get("master_weights", True), options.get("param_remainder_bits"))
     return own | ({} if masters == (True, None) else {"master_bits": 24 if masters[0] else 0})
 
@@ -104,7 +104,7 @@ def test_all_groups_have_the_same_keys(kind: type[FusedAdam], copied: str) -> No
 def test_defaults_are_the_constructors_arguments(kind: type[FusedAdam]) -> None:
     optimizer = kind(params())
     accepted = inspect.signature(FusedAdam.__init__).parameters.keys() - {"self", "params"}
-    assert set(optimizer.defaults) == accepted | {*(PEERS_WORDS if issubclass(kind, PeersSettings) else ())}
+    assert set(optimizer.defaults) == accepted | {*(OF_DROP_INS if issubclass(kind, PeersSettings) else ())}
 
 
 def test_keys_that_are_given_stay() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import warnings
 from collections.abc import Iterator
@@ -14,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import distributed
-import fused_optim
 from cases import FORMATS, MASTERS, SHAPES, Format, Master, values
 from distributed import mesh, shard
 from fused_optim.compat import transformer_engine
-from fused_optim.options.reading import PEERS_WORDS
+from fused_optim.options.table import IMPLEMENTATIONS, OF_SETTINGS
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 from peers import FusedAdam, FusedAdamW
 
@@ -268,11 +266,7 @@ OF_THE_WHOLE: dict[str, tuple[Any, Any]] = {
 
 
 def test_each_option_of_the_whole_optimizer_in_a_group_warns() -> None:
-    groups = {"state_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "bias_correction", "maximize"}  # have their own
-    torchs = {"fused", "foreach", "differentiable", "decoupled_weight_decay"}
-    signature = inspect.signature(fused_optim.FusedAdamW).parameters
-    by_keyword = {name for name, each in signature.items() if each.kind is inspect.Parameter.KEYWORD_ONLY}
-    assert by_keyword - groups - torchs == OF_THE_WHOLE.keys() - {*PEERS_WORDS}
+    assert OF_THE_WHOLE.keys() == OF_SETTINGS.keys() - IMPLEMENTATIONS | {"master_bits"}
     for option, (same, other) in OF_THE_WHOLE.items():
         params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4))]
         with warned() as texts:

