@@ -18,7 +18,7 @@ Form = Literal["plain", "compressed-tensors", "fp8"]
 
 @runtime_checkable
 class Pretrained(Protocol):
-    """What is asked of a model of transformers."""
+    """The part of a transformers model that is used here."""
 
     config: Any
 

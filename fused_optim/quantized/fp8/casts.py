@@ -51,7 +51,7 @@ class Codes(NamedTuple):
     whole: Tensor | None = None
 
     def values(self) -> Tensor:
-        """FP32."""
+        """The FP32 values."""
         if self.scaling in AS_WEIGHTS:
             parts = {"data": self.data, "scale": self.scale}
             if self.whole is not None:
@@ -67,7 +67,7 @@ class Codes(NamedTuple):
 
 
 def matrix_of(x: Tensor) -> Tensor:
-    """Rows of activations."""
+    """Activations as a matrix, a row for each token."""
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
@@ -141,7 +141,7 @@ def _cast_columns(x: Tensor, scaling: Scaling) -> Codes:
 
 
 def transposed(codes: Codes, after: Tensor | None = None) -> Codes:
-    """The same values. Of one scale, or of tiles: without rounding; of MXFP8: see :class:`MXFP8BlockScaling`.
+    """The transpose. Exact for one scale and for tiles; for MXFP8 see :class:`MXFP8BlockScaling`.
 
     ``after``: a tensor that exists before. Without one, compilers may transpose weights in forward and keep the copies.
     """
@@ -158,12 +158,12 @@ _MODES = torch._C._TorchDispatchModeKey
 
 
 def is_observed(x: Tensor) -> bool:
-    """Whether something looks on that must see an operator: a compiler, a dispatch mode, a subclass."""
+    """True if a compiler, a dispatch mode or a subclass must see an operator."""
     return type(x) is not Tensor or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def is_traced() -> bool:
-    """Whether operations are recorded, or done without values, and not just watched."""
+    """True if operations are recorded, or run without values; False if they are only watched."""
     if torch._C._len_torch_dispatch_stack() == 0:
         return False
     tracers = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
@@ -174,12 +174,12 @@ def is_traced() -> bool:
 
 
 def _encode(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """No clamp: no product rounds to more than the largest code."""
+    """The codes of FP32 values; no clamp is needed, as no product rounds to more than the largest code."""
     return (x.float() * (1.0 / scale)).to(dtype)
 
 
 def absmax_of(x: Tensor) -> Tensor:
-    """By rows first: so compilers measure where they compute the rows."""
+    """The largest magnitude, FP32 of shape (1,); by rows first, so that compilers fuse it with computing the rows."""
     return x.abs().amax(1).amax(0, keepdim=True).float()
 
 
@@ -206,7 +206,7 @@ def _cast_delayed(x: Tensor, history: Tensor, dtype: torch.dtype) -> tuple[Tenso
 
 
 def delayed_scale(magnitudes: Tensor, dtype: torch.dtype) -> Tensor:
-    """For the next values, where these are the largest magnitudes of earlier ones; 1 where they are all 0."""
+    """The scale for the next values, from the largest magnitudes of earlier ones; 1 if they are all 0."""
     seen = magnitudes.amax(0, keepdim=True)
     return torch.where(seen > 0, elements.scale_for(seen, LARGEST[dtype]), 1.0)
 
@@ -222,7 +222,7 @@ def _block_scales(absmax: Tensor, dtype: torch.dtype, power_of_two: bool) -> Ten
 
 
 def _cast_blocks(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """The scales transposed."""
+    """(codes, scales transposed) with a scale for each block of a row."""
     blocks = x.view(x.shape[0], -1, BLOCK)
     scale = _block_scales(blocks.abs().amax(2).float(), dtype, power_of_two)
     return _encode(blocks, scale[:, :, None], dtype).view(x.shape), scale.t().contiguous()

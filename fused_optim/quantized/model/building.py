@@ -95,6 +95,6 @@ def _alive(references: Sequence[weakref.ref[_T]]) -> list[_T]:
 
 
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that none of the others contains."""
+    """The modules that no other one contains."""
     contained = {child for module in modules for child in module.children()}
     return [module for module in modules if module not in contained]

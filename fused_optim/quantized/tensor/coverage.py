@@ -1,4 +1,4 @@
-"""Which parts of a weight were loaded, as checkpoints do piece by piece."""
+"""The parts of a weight that were loaded, as checkpoints load them piece by piece."""
 
 from __future__ import annotations
 
