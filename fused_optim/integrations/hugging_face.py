@@ -1,5 +1,6 @@
-"""What Hugging Face's Trainer calls with a model: FusedMuon; FusedAdamW with options of their own for some modules, as
-the trainer has them for GaLore and others.
+"""Optimizers for Hugging Face's Trainer that need the model: FusedMuon, and FusedAdamW with options for some modules.
+
+The trainer has such options of its own for GaLore and others.
 """
 
 from __future__ import annotations

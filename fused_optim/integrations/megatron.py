@@ -162,7 +162,7 @@ def _inner_param(optimizer: Any, model_param: Tensor) -> Tensor:
 
 
 def _reading(original: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
-    """Values, where the original reads ``optimizer.state`` raw, and FP32 parameters, which have no master."""
+    """Read values: the original reads ``optimizer.state`` raw, and FP32 parameters have no master."""
 
     @functools.wraps(original)
     def read(self: Any, model_param: Tensor) -> dict[str, Tensor]:
@@ -177,7 +177,7 @@ def _reading(original: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[s
 
 
 def _writing(original: Callable[..., None]) -> Callable[..., None]:
-    """The inverse of ``_reading``."""
+    """Set the master and the states from values: the inverse of ``_reading``."""
 
     @functools.wraps(original)
     @torch.no_grad()
@@ -197,7 +197,7 @@ def _writing(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _packing(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Megatron-FSDP's states by name, as values; they are loaded by ``load_state_dict``."""
+    """Pack Megatron-FSDP's states by name, as values, for ``load_state_dict``."""
 
     @functools.wraps(original)
     def pack(self: Any, is_loading: bool = False) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _packing(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str,
 
 
 def _refusing(original: Callable[..., None]) -> Callable[..., None]:
-    """The loader of checkpoints from before February 2024 copies into states as if all were FP32."""
+    """Refuse states that are not plain FP32 or BF16, which the loader of checkpoints before February 2024 assumes."""
 
     @functools.wraps(original)
     def load(self: Any, state_dict: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ class FusedOptimizersContainer(OptimizersContainer):  # type: ignore[misc]  # un
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc]
-        """As torchtitan's.
+        """torchtitan's configuration.
 
         Options of param groups are their ``optimizer_kwargs``; those of the whole optimizer, such as
         ``master_bits``, are in ``optimizer_factory_kwargs_by_name``. ``implementation`` is for torchtitan's
@@ -44,7 +44,10 @@ class FusedOptimizersContainer(OptimizersContainer):  # type: ignore[misc]  # un
         """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of torch.optim.AdamW, too, under ``checkpoint_format="torch"``: torchtitan goes by keys of running groups."""
+        """Load the state.
+
+        With ``checkpoint_format="torch"`` torch.optim.AdamW's loads, too: torchtitan expects running keys.
+        """
         for optimizer in self.optimizers:
             if isinstance(optimizer, ShardedOptimizer) and optimizer.checkpoint_format == "torch":
                 optimizer.initialize_state()
