@@ -98,7 +98,7 @@ def own_entries(packed: Mapping[str, Packed], owners: Mapping[str, Sequence[int]
 
 
 def owners_of(digests: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
-    """By name and rank, the first rank that has the same state."""
+    """The first rank that has the same state, by name and rank."""
     first: dict[tuple[str, str], int] = {}
     for rank, own in enumerate(digests):
         for name, digest in own.items():

@@ -76,7 +76,7 @@ os.register_at_fork(before=_handler.hold_back, after_in_parent=_handler.let_thro
 
 
 class Termination:
-    """From now on the first SIGTERM is noted, and repeats are ignored for :data:`PATIENCE` seconds.
+    """Notes the first SIGTERM from now on; repeats are ignored for :data:`PATIENCE` seconds.
 
     All of a process's share one handler: ``asked`` is true of all of them.
     """

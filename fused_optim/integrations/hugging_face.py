@@ -19,7 +19,7 @@ ALL_LINEAR = "all-linear"
 
 
 class TargetedAdamW:
-    """For ``Trainer(optimizer_cls_and_kwargs=(TargetedAdamW, {...}))``, which calls it without arguments, then this.
+    """Factory for ``Trainer(optimizer_cls_and_kwargs=(TargetedAdamW, {...}))``, which calls the class, then this.
 
     The trainer's own ``learning_rate``, ``weight_decay`` and betas are not seen here: give them as options.
     """
@@ -37,7 +37,7 @@ class TargetedAdamW:
 
 
 class ModelsMuon:
-    """For ``Trainer(optimizer_cls_and_kwargs=(ModelsMuon, {...}))``, which calls it without arguments, then this.
+    """Factory for ``Trainer(optimizer_cls_and_kwargs=(ModelsMuon, {...}))``, which calls the class, then this.
 
     The trainer's own ``learning_rate`` and ``weight_decay`` are not seen here: give them as options.
     """

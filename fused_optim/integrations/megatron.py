@@ -42,7 +42,7 @@ class FusedAdam(transformer_engine.FusedAdam):
 
     @torch.no_grad()
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """As the class for TransformerEngine's; FP32 masters are split where remainders are kept."""
+        """Set a state as TransformerEngine's class does; FP32 masters are split if the optimizer keeps remainders."""
         self.initialize_state(param)
         states = self.store[param]
         if state_name == MASTER and states.layout.master.is_remainder and unscaled_state.is_floating_point():
@@ -56,7 +56,7 @@ class FusedAdam(transformer_engine.FusedAdam):
 
     @staticmethod
     def _are_placeholders(param: Tensor, states: Mapping[str, Any]) -> bool:
-        """Also where all of them are floating-point. Its slices are no ``nn.Parameter``."""
+        """True for loaded placeholders, even if all are floating-point: Megatron's slices are no ``nn.Parameter``."""
         is_slice = not isinstance(param, nn.Parameter)
         return transformer_engine.has_bytes(states) or (MASTER in states and is_slice)
 
@@ -113,12 +113,12 @@ def install(adam: type[FusedAdam] = FusedAdam) -> None:
 
 
 def _original(owner: type, name: str) -> Any:
-    """Without what an earlier call has put around it."""
+    """The attribute before an earlier installation wrapped it."""
     return getattr(getattr(owner, name, None), "__wrapped__", getattr(owner, name, None))
 
 
 def _is_recent(version: str, check_equality: bool = True) -> bool:
-    """In the two modules that ask for TransformerEngine's version only because of its FusedAdam."""
+    """True: answers two modules that ask for TransformerEngine's version only because of its FusedAdam."""
     return True
 
 

@@ -21,7 +21,7 @@ _EXTRA_STATE = re.compile(r"(?P<name>(?:.+\.)?_extra_state)(?:\.(?P<rest>.*))?")
 
 
 def misfit(current: Any, info: TensorInfo | None) -> str:
-    """How a checkpoint's entry differs from what it is to be loaded into, if it does."""
+    """The difference between a value and the checkpoint's entry for it, as text; "" if it fits."""
     expected = f"shape {tuple(current.shape)}" if isinstance(current, Tensor) else "an object"
     found = "an object" if info is None else f"shape {tuple(info.shape)}"
     return "" if expected == found else f"expected {expected}, found {found}"
@@ -83,7 +83,7 @@ class ModelLoader:
         self._refuse(*([name for name in names if not options.admits(name)] for names in (new, removed, reshaped)))
 
     def _saved(self, naming: Naming) -> dict[str, dict[str, Path]]:
-        """By name in the model, the keys of each value and the places in it: () of what is one whole."""
+        """The keys of each value, by name in the model, with their places in it: () if the entry is the whole value."""
         saved: dict[str, dict[str, Path]] = {}
         for key in self._source.entries:
             if not key.startswith(_PREFIX):

@@ -1,4 +1,4 @@
-"""How a checkpoint may differ from the model that it is loaded into: options, names, and the differences found."""
+"""Options of a load, names in the checkpoint and in the model, and the differences between the two."""
 
 from __future__ import annotations
 
@@ -106,7 +106,10 @@ def _name(given: object, saved: str) -> str:
 
 @dataclass(frozen=True)
 class Differences:
-    """Between a checkpoint and what it was loaded into, by the model's names. Empty where it fits."""
+    """The differences between a checkpoint and the model or optimizer, by the model's names.
+
+    False if there are none.
+    """
 
     new: tuple[str, ...] = ()  # not in the checkpoint, they stayed as they were
     removed: tuple[str, ...] = ()  # only in the checkpoint

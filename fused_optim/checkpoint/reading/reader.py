@@ -38,7 +38,7 @@ _HEAD = 4096  # bytes of a stored tensor in which its description is
 
 
 def load(state_dict: dict[str, Any], folder: Folder, metadata: Metadata) -> None:
-    """As ``dcp.load`` does, by this rank alone, without communication, of its parts. Raises what went wrong.
+    """Fill ``state_dict`` as ``dcp.load`` does, but on this rank only and without communication.
 
     Nothing is read before the files are known to be as long as the metadata says.
     """

@@ -86,7 +86,7 @@ class SavedState:
 
     @property
     def format(self) -> str:
-        """In words: "int8", "float32", "16-bit remainder"."""
+        """The format as text: "int8", "float32", "16-bit remainder"."""
         if self.remainder is not None:
             return f"{8 * self.remainder.dtype.itemsize}-bit remainder"
         if "bits" in self.keys:

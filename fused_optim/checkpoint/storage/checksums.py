@@ -200,7 +200,10 @@ def _crc(folder: Folder, item: _Item, found: _Sum) -> str:
 
 
 def _items(metadata: Metadata) -> list[_Item]:
-    """In the order of their bytes: neighbours in a file together. Raises Damaged for items that share bytes."""
+    """The items in the order of their bytes: neighbours in a file together.
+
+    Raises Damaged for items that share bytes.
+    """
     stored: Mapping[Any, Any] = metadata.storage_data
     items = [
         _Item(index.fqn, index.offset and tuple(index.offset), (info.relative_path, info.offset, info.length))

@@ -46,7 +46,7 @@ class _Calling(Given):
 
 
 class _StandIns(dict[tuple[str, str], Any]):
-    """For any names: what torch does not admit, it refuses itself. ``asked``: those that a pickle has."""
+    """Stand-ins for any name; torch refuses those that it does not admit. ``asked``: the names in the pickle."""
 
     def __init__(self) -> None:
         super().__init__()

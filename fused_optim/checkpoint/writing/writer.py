@@ -143,7 +143,10 @@ class _OfThread(threading.local):
 
 
 def _shares(items: Sequence[WriteItem], files: int) -> list[list[WriteItem]]:
-    """As many bytes for each file: the largest first, each to the file that has least. In their order in each."""
+    """The items of each file, about the same number of bytes: the largest first, each to the file that has least.
+
+    Within a file, items keep their order.
+    """
     shares: list[list[int]] = [[] for _ in range(files)]
     least = [(0, i) for i in range(files)]
     sizes = list(map(size_of, items))

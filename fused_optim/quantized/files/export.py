@@ -229,7 +229,10 @@ def _is_known(model: nn.Module, weight: Tensor, holders: list[Holder], layout: L
 
 
 def _rows(each: Written, layout: Layout) -> dict[str, Tensor | None] | None:
-    """Nothing where files have other than matrices of whole blocks. Raises ValueError for what a layout has not."""
+    """The rows of a quantized weight in each file tensor; None unless these are matrices of whole blocks.
+
+    Raises ValueError for shapes that the layout cannot have.
+    """
     weight, recipe = each.weight, local_weight(each.weight).recipe
     if each.files.are_views:
         return dict.fromkeys(each.empty()) if isinstance(recipe, Float8TensorScaling) else None

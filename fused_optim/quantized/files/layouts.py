@@ -1,4 +1,4 @@
-"""How inference servers keep quantized weights in files: names, tensors, and what a configuration says of them.
+"""Layouts of quantized weights in inference servers' files: names, tensors, and configurations.
 
 Two layouts. ``"compressed-tensors"`` (of the package of that name, and of vLLM): ``weight`` and ``weight_scale``.
 ``"fp8"`` (fine-grained FP8 of Hugging Face transformers, as DeepSeek publishes it): ``weight`` and

@@ -1,11 +1,12 @@
-"""How activations and gradients become FP8, and the transposed copies that products on GPUs need.
+"""Casts of activations and gradients to FP8, and the transposed copies that products on GPUs need.
 
 Matrices only. A scale is what codes are multiplied by: the largest magnitude that shares it, over the format's largest.
-What is not finite counts for the largest, so all that shares a scale with it becomes NaN.
+Values that are not finite count as the largest, so everything that shares a scale with one becomes NaN.
 
 The functions that begin with an underscore and a verb define the bits in PyTorch. The compiled engines do the same for
-BF16 and FP16, in fewer passes, as operators (``torch.ops.fused_optim.fp8_*``) that compilers know. Where something
-traces, it measures what has one scale, and casts rows, so that it can fuse that with what surrounds it.
+BF16 and FP16, in fewer passes, as operators (``torch.ops.fused_optim.fp8_*``) that compilers know. While something
+traces, one-scale measurements and casts of rows stay in PyTorch, so that the compiler can fuse them with their
+surroundings.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def matrix_of(x: Tensor) -> Tensor:
 
 
 def shaped(matrix: Tensor, shape: Sequence[int]) -> Tensor:
-    """No view as autograd knows them, as in torch's own linear layers: it may be changed in place."""
+    """The matrix in another shape, but no view to autograd: it may be changed in place, as torch's own outputs."""
     return matrix if len(shape) == 2 else torch.ops.aten._unsafe_view.default(matrix, shape)
 
 
@@ -184,7 +185,7 @@ def absmax_of(x: Tensor) -> Tensor:
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
-    """As :func:`absmax_of`, where nothing is fused: in one pass."""
+    """:func:`absmax_of` in one pass, for code that is not compiled."""
     largest: Tensor = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
     return largest.view(1)
 
@@ -281,12 +282,12 @@ def engine_for(x: Tensor, *dtypes: torch.dtype) -> Engine | None:
 
 
 def is_aligned(x: Tensor) -> bool:
-    """As engines read it, which a part of a larger buffer may not be."""
+    """True if the address is aligned for engines; a part of a larger buffer may not be."""
     return x.data_ptr() % _MULTIPLE == 0
 
 
 def _matrix(x: Tensor) -> dict[str, Any]:
-    """As engines take it, and where they run."""
+    """Arguments of an engine that describe a matrix, and its device."""
     m, n = x.shape
     return {"values": x.data_ptr(), "rows": m, "columns": n, "half": x.dtype == torch.float16, **run_on(x.device)}
 

@@ -59,7 +59,7 @@ class GroupedLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As ``nn.Linear`` begins, expert by expert."""
+        """Initialise the weight as ``nn.Linear`` does, expert by expert."""
         bound = 1.0 / math.sqrt(self.weight.shape[2])
         nn.init.uniform_(self.weight, -bound, bound)
 
@@ -116,7 +116,7 @@ def _may_wait(x: Tensor) -> bool:
 def _way(
     recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...], baseline: Baseline
 ) -> tuple[str | None, Fp8Mask]:
-    """How experts multiply in FP8, if at all, and which products, where all experts have about as many rows."""
+    """("grouped", "one by one" or None, the products in FP8) of experts that all have about as many rows."""
     rows -= rows % (weight[0] * casts.BLOCK)  # numbers that suit no product are those of single experts
     reasons = [unsupported_reason(product, recipe, device, weight, rows, baseline) for product in products.PRODUCTS]
     in_fp8 = Fp8Mask(*(reason is None for reason in reasons))

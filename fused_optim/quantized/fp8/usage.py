@@ -20,7 +20,7 @@ MANY = 1 << 62  # rows: more than any measured number
 
 
 def unsupported_reasons(param: Tensor, rows: int | None = None) -> dict[str, str | None]:
-    """By product of a layer with this weight: why it does not run in FP8, or None if it does. Empty if none should.
+    """Why each product of a layer with this weight does not run in FP8, None if it does. Empty if none should.
 
     ``param`` may be a shard: FSDP2 gathers it, tensor parallelism does not. Weights of three dims are taken for those
     of experts (``grouped.py``). ``rows``: of activations; None: a number that suits all products.

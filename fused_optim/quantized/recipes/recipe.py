@@ -1,4 +1,4 @@
-"""How weights are quantized: what a recipe is. One frozen recipe per format, and the codec of each in plain PyTorch.
+"""Recipes, which say how weights are quantized: one frozen class per format, with its codec in plain PyTorch.
 
 A recipe says which components a tensor of some shape has, along which boundaries it can be cut, and how FP32 values
 become components and back. Weights are seen as matrices: ``shape[0]`` rows, everything after that is the columns. Every
@@ -40,12 +40,12 @@ class Component:
 
 @dataclass(frozen=True)
 class KernelFormat:
-    """How the compiled engines know a recipe.
+    """The compiled engines' description of a recipe.
 
-    ``block``: elements of a row that share a scale (1: any number does), where the update
-    of FP32 masters can write the codes in the same pass; else None. ``round_up``: scales of blocks become powers of
-    two. The others are about the scale of a whole weight: absmax / ``largest`` * ``factor``, where the absmax may be
-    that of a ``history`` of so many updates or its ``most_recent`` entry.
+    ``block``: elements of a row that share a scale (1: any number does) if the update of FP32 masters can write the
+    codes in the same pass; else None. ``round_up``: scales of blocks become powers of two. The others describe the
+    scale of a whole weight, absmax / ``largest`` * ``factor``: the absmax may be that of a ``history`` of so many
+    updates, or its ``most_recent`` entry.
     """
 
     format: WeightFormat
@@ -59,15 +59,15 @@ class KernelFormat:
 
 @dataclass(frozen=True)
 class ProductFormat:
-    """How products with a weight are computed in FP8, or FP4.
+    """The format of products with a weight in FP8 or FP4.
 
     ``scaling``: of activations and gradients: one scale, one per row, one per 128 elements of a row, or as weights have
     them in MXFP8 and NVFP4. ``gradients``: their float8 dtype; activations are E4M3, or as such weights are.
-    ``weight_gradients``: whether these are products in FP8, too. ``power_of_two``: scales of blocks are powers of two,
-    rounded up. ``no_input_gradients``: why these are products of decoded weights, where they are. ``delayed``: the one
+    ``weight_gradients``: True if these are products in FP8, too. ``power_of_two``: scales of blocks are powers of two,
+    rounded up. ``no_input_gradients``: why these are products of decoded weights, if they are. ``delayed``: the one
     scale is that of earlier passes. ``activation_tiles``: in weight gradients of blocks, activations have a scale per
-    128 x 128. ``fast_gradients``: as outputs are, they are added up with 14 bits. ``measured``: layers alone have them,
-    of sizes at which they were measured to save time.
+    128 x 128. ``fast_gradients``: products of gradients are accumulated with 14 bits, as outputs are. ``measured``:
+    only layers have them, of sizes at which they were measured to save time.
     """
 
     scaling: Scaling
@@ -139,7 +139,7 @@ class Recipe:
 
     @functools.cached_property
     def products(self) -> ProductFormat | None:
-        """How products with such weights are computed in FP8; None where weights are decoded for them."""
+        """The format of FP8 products with such weights; None if weights are decoded for them."""
         return None
 
     @property
@@ -199,7 +199,7 @@ class Recipe:
         return f"{self.name} cannot be cut to {lines} {start} to {end} of {size}: its blocks have {tile} {lines}"
 
     def fitting_ranks(self, shape: tuple[int, ...], dim: int, of: int = 64) -> list[int]:
-        """On how many ranks, up to ``of``, dim 0 or 1 of a weight can be cut into chunks as torch does."""
+        """The numbers of ranks, up to ``of``, on which dim 0 or 1 of a weight can be cut into chunks as torch does."""
         size, fitting = shape[dim], []
         for ranks in range(1, of + 1):
             chunk = max(-(-size // ranks), 1)
@@ -319,7 +319,7 @@ def check_choice(name: str, value: object, choices: object) -> None:
 
 
 def check_compute(recipe: Any, choices: object) -> None:
-    """As :func:`check_choice`; recipes in files of earlier releases call ``"decode"`` ``"dequantize"``."""
+    """:func:`check_choice` for ``compute``; files of earlier releases call ``"decode"`` ``"dequantize"``."""
     if recipe.compute == "dequantize":
         object.__setattr__(recipe, "compute", "decode")
     check_choice("compute", recipe.compute, choices)

@@ -75,7 +75,7 @@ def _dtype_of_initial(tensor: QuantizedTensor) -> torch.dtype | None:
 
 @implements(torch.ops.c10d.broadcast_.default)
 def _broadcast(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """As DistributedDataParallel does with the first rank's weights."""
+    """Broadcast a weight, as DistributedDataParallel does with the first rank's."""
     tensor: QuantizedTensor
     (tensor,), group, root, root_tensor = args[:4]
     is_root = ProcessGroup.unbox(group).rank() == root
@@ -96,7 +96,7 @@ def _broadcast(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 @implements(torch.ops.c10d.scatter_.default)
 def _scatter(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """As tensor parallelism does with the first rank's weights."""
+    """Scatter a weight, as tensor parallelism does with the first rank's."""
     output: QuantizedTensor
     (output,), inputs, group, root = args[:4]
     sent = _agree(func, output, [tensor for row in inputs for tensor in row], group)

@@ -248,7 +248,7 @@ def _split_with_sizes(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _split_at(func: OpOverload, args: Args, kwargs: Kwargs, starts: Sequence[int], dim: int) -> Any:
-    """For ranks as their shards, or an error; for users as views of any kind."""
+    """The parts of a weight: shards if torch makes them for ranks, or an error; else views of any kind."""
     tensor: QuantizedTensor = args[0]
     cuts = list(zip(starts, [*starts[1:], tensor.shape[dim]], strict=True))
     if not torch_makes_weights():

@@ -160,7 +160,7 @@ class QuantizedTensor(Weight):
         return rebuild, (kept, *described, *flags, *cut)
 
     def __tensor_flatten__(self) -> tuple[list[str], Context]:
-        """Without initial values: graphs decode, and would otherwise be compiled again when these are freed."""
+        """The components without initial values: graphs decode, and would be compiled again when these are freed."""
         names = []
         for part in self.recipe.components:
             names.append(f"_{part.name}")

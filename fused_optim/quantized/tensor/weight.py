@@ -201,7 +201,7 @@ class Weight(Decodable):
 
     @property
     def rows_before(self) -> int:
-        """How many rows of its first block of several rows come before it."""
+        """The number of rows of its first block that come before it."""
         return (self.shared.position.rows_before + self._start) % self.recipe.block_rows
 
     @property
