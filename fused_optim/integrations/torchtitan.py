@@ -72,14 +72,13 @@ def default_fused_adamw(lr: float = 8e-4, **options: Any) -> FusedOptimizersCont
     if unknown := sorted(options.keys() - known):
         raise TypeError(f"no options of FusedAdamW: {', '.join(unknown)}")
     usual = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    given = {key: _text(value) for key, value in {**usual, **options}.items()}
+    given = {
+        key: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+        for key, value in {**usual, **options}.items()
+    }
     of_groups = {key: value for key, value in given.items() if key in _OF_GROUPS}
     of_all = {key: value for key, value in given.items() if key not in _OF_GROUPS}
     return FusedOptimizersContainer.Config(
         param_groups=[ParamGroupConfig(pattern=r".*", optimizer_name=_NAME, optimizer_kwargs=of_groups)],
         optimizer_factory_kwargs_by_name={_NAME: of_all} if of_all else {},
     )
-
-
-def _text(value: Any) -> Any:
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value

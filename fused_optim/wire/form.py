@@ -209,8 +209,10 @@ def write_changes(changes: Mapping[str, Changes], file: str | os.PathLike[str], 
             raise ValueError(f"{name!r}: {indices.numel()} indices and {values.numel()} values")
         if not indices.numel():
             continue
-        _check_indices(name, indices, math.prod(shape))
-        encoding, encoded = encode_indices(indices, math.prod(shape))
+        numel = math.prod(shape)
+        if int(indices[0]) < 0 or int(indices[-1]) >= numel or bool((torch.diff(indices) <= 0).any()):
+            raise ValueError(f"{name!r}: expected ascending and distinct indices of {numel} elements")
+        encoding, encoded = encode_indices(indices, numel)
         tensors[name] = values.reshape(-1)
         if encoded is not None:
             tensors[f"{name}::{encoding}"] = encoded
@@ -263,11 +265,6 @@ def integer(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name}: expected an integer, got {value!r}")
     return operator.index(value)
-
-
-def _check_indices(name: str, indices: Tensor, numel: int) -> None:
-    if int(indices[0]) < 0 or int(indices[-1]) >= numel or bool((torch.diff(indices) <= 0).any()):
-        raise ValueError(f"{name!r}: expected ascending and distinct indices of {numel} elements")
 
 
 def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:

@@ -163,7 +163,9 @@ def _written(
     ``linear``: whether the configuration will have readers make linear layers of Llama 4's experts.
     """
     for name, tensor in tensors.items():
-        _check(name, tensor)
+        check_gathered(name, tensor)
+        if _recipe(tensor) is not None:
+            local_weight(tensor).check_quantized()
     holders = parameter_holders(model)
     known = {
         name: tensor
@@ -203,12 +205,6 @@ def _recipe(tensor: Tensor) -> Recipe | None:
 
 def _is_nvfp4(each: Written) -> bool:
     return isinstance(_recipe(each.weight), NVFP4BlockScaling)
-
-
-def _check(name: str, tensor: Tensor) -> None:
-    check_gathered(name, tensor)
-    if _recipe(tensor) is not None:
-        local_weight(tensor).check_quantized()
 
 
 def _is_known(model: nn.Module, weight: Tensor, holders: list[Holder], layout: Layout, readers: Readers) -> bool:

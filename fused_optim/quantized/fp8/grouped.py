@@ -237,7 +237,7 @@ class _Grouped(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         need_weight = ctx.needs_input_grad[1]
         ctx.in_fp8, ctx.groups, ctx.fast = in_fp8, None, format_of(weight).fast_gradients
-        kept: tuple[Tensor, ...] = ()
+        saved: tuple[Tensor, ...] = ()
         if need_weight:
             needed = products.ALIGNMENT if in_fp8.weight_gradient else 8
             fits = multiple_of % needed == 0 and x.shape[0] % needed == 0
@@ -245,8 +245,8 @@ class _Grouped(torch.autograd.Function):
         rows, columns = _cast_both(x, ctx.groups if in_fp8.weight_gradient else None, True)
         assert rows is not None
         if need_weight:
-            kept = (x,) if columns is None else (columns.data, columns.scale)
-        ctx.save_for_backward(weight, offsets, *kept)
+            saved = (x,) if columns is None else (columns.data, columns.scale)
+        ctx.save_for_backward(weight, offsets, *saved)
         return _product(rows, *_matrices(weight), offsets)
 
     @staticmethod
@@ -254,7 +254,7 @@ class _Grouped(torch.autograd.Function):
         if gradient is None:
             return (None,) * len(ctx.needs_input_grad)
         check_backward(gradient)
-        weight, offsets, *kept = ctx.saved_tensors
+        weight, offsets, *saved = ctx.saved_tensors
         need_x, need_weight, *_ = ctx.needs_input_grad
         gradient, groups = gradient.contiguous(), ctx.groups
         fp8_x = need_x and ctx.in_fp8.input_gradient and isinstance(weight, QuantizedTensor)  # as it was saved
@@ -266,10 +266,10 @@ class _Grouped(torch.autograd.Function):
         elif need_x:
             of_x = torch._grouped_mm(gradient, decoded(weight), offs=offsets)
         if columns is not None:
-            data, scale = kept
+            data, scale = saved
             of_weight = _weight_gradient(columns, Codes(data, scale, "row"), groups.ends, ctx.fast)
         elif need_weight:
-            of_weight = torch._grouped_mm(groups.spread(gradient).t(), groups.spread(kept[0]), offs=groups.ends)
+            of_weight = torch._grouped_mm(groups.spread(gradient).t(), groups.spread(saved[0]), offs=groups.ends)
         return of_x, of_weight, None, None, None
 
 

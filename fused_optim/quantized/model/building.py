@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 def quantized_model_init(
     recipe: Recipes, filter_fn: Filter | None = None, *, param_filter: ParamFilter | None = None
 ) -> Iterator[None]:
-    """Quantize models that are built in this context, as ``quantize_model_`` does when it ends; on the meta device, too.
+    """Quantize models that are built in this context, as ``quantize_model_`` does, when it ends; also on meta devices.
 
     The outermost modules are quantized, since names are known only then. So shard a model, wrap it in DDP, and give its
     parameters to an optimizer, afterwards. Initial values are kept until the optimizer has started its FP32 masters
