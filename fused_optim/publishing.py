@@ -24,7 +24,7 @@ from fused_optim.wire.form import Changes, PackedChanges
 
 
 class Publisher(Optimizer):
-    """The part of an optimizer that knows which bits of its parameters have changed."""
+    """Base of optimizers with the methods that track changed bits of their parameters."""
 
     store: StateStore
     stepper: Stepper
@@ -33,11 +33,11 @@ class Publisher(Optimizer):
     @ungraded
     @between_steps
     def track_changes(self, enabled: bool = True, where: Where = "device") -> None:
-        """From now on, know which elements of the parameters change. Nothing has changed so far.
+        """Track from now on which elements of the parameters change. Nothing counts as changed so far.
 
         Keeps a copy of this rank's shards: 2 bytes for a BF16 element, 1 for a code, and a bit. The copy lies
         on the parameters' device, or with ``where="host"`` in page-locked memory, to which and from which every take
-        moves all of it. Steps cost nothing. Called again, it starts from what is there then. Copies are in no state
+        moves all of it. Steps cost nothing. Called again, it starts from the current values. Copies are in no state
         dict and no pickle.
 
         Raises TypeError for weights that another package has quantized and for complex128, ValueError for another
@@ -49,7 +49,7 @@ class Publisher(Optimizer):
     @ungraded
     @between_steps
     def mark_changed(self, param: Tensor | None = None) -> None:
-        """All elements of ``param``, or of all parameters, count as changed: the next take has them all."""
+        """Count all elements of ``param``, or of all parameters, as changed: the next take returns them all."""
         snapshot = self._snapshot()
         if param is not None:
             self.store.describe(param)
@@ -86,7 +86,7 @@ class Publisher(Optimizer):
     @between_graphs
     @ungraded
     def peek_changes(self, model: nn.Module, gather: bool = False) -> dict[str, Changes]:
-        """:meth:`take_changes`, which still count as changed afterwards."""
+        """Return the same as :meth:`take_changes`, and keep the elements marked as changed."""
         return self._changes("peek_changes()", model, gather, taken=False)
 
     def _changes(self, asked: str, model: nn.Module, gather: bool, taken: bool) -> dict[str, Changes]:
@@ -96,17 +96,17 @@ class Publisher(Optimizer):
             parts = published(model, self.store.params)
             self.store.offloading.synchronize()
             values = [dense(part.local.detach()) for part in parts]
-            bits = snapshot.update([(part.param, part.part, own) for part, own in zip(parts, values, strict=True)])
+            bits = snapshot.update([(p.param, p.part, value) for p, value in zip(parts, values, strict=True)])
             firsts = [part.first or 0 for part in parts]
-            pairs = collect([MarkedTensor(*each) for each in zip(bits, values, firsts, strict=True)])
-            found = {p.name: _of_part(p, *pair) for p, pair in zip(parts, pairs, strict=True) if pair[0].numel()}
-            packed = PackedChanges.of(found) if gather else None
+            pairs = collect([MarkedTensor(*marked) for marked in zip(bits, values, firsts, strict=True)])
+            changes = {p.name: _of_part(p, *pair) for p, pair in zip(parts, pairs, strict=True) if pair[0].numel()}
+            packed = PackedChanges.pack(changes) if gather else None
         if packed is not None:
-            found = _joined([each.unpacked() for each in collective_gather(packed)])
+            changes = _joined([of_rank.unpacked() for of_rank in collective_gather(packed)])
         if taken:  # last: where something above raises, they still count
-            for own in bits:
-                own.zero_()
-        return found
+            for tensor_bits in bits:
+                tensor_bits.zero_()
+        return changes
 
 
 def _of_part(part: Part, indices: Tensor, values: Tensor) -> Changes:
@@ -117,23 +117,25 @@ def _of_part(part: Part, indices: Tensor, values: Tensor) -> Changes:
 
 def _in_whole(indices: Tensor, shape: tuple[int, ...], place: Place) -> Tensor:
     """Flat indices in a part of ``shape`` as those in the whole."""
-    found = torch.zeros_like(indices)
+    flat = torch.zeros_like(indices)
     for at, first, size in zip(torch.unravel_index(indices, shape), place.offsets, place.shape, strict=True):
-        found = found * size + (at + first)
-    return found
+        flat = flat * size + (at + first)
+    return flat
 
 
 def _joined(of_ranks: list[dict[str, Changes]]) -> dict[str, Changes]:
-    """Those of all ranks, ascending; elements that several hold, once."""
-    names = dict.fromkeys(name for own in of_ranks for name in own)
-    return {name: _of_ranks([own[name] for own in of_ranks if name in own]) for name in names}
+    """The changes of all ranks, ascending; an element that several ranks hold appears once."""
+    names = dict.fromkeys(name for of_rank in of_ranks for name in of_rank)
+    return {name: _of_ranks([of_rank[name] for of_rank in of_ranks if name in of_rank]) for name in names}
 
 
 def _of_ranks(parts: list[Changes]) -> Changes:
     parts.sort(key=lambda part: int(part.indices[0]))
     if len(parts) == 1:
         return parts[0]
-    indices, values = (torch.cat(own) for own in zip(*((part.indices, part.values) for part in parts), strict=True))
+    indices, values = (
+        torch.cat(pieces) for pieces in zip(*((part.indices, part.values) for part in parts), strict=True)
+    )
     if all(int(a.indices[-1]) < int(b.indices[0]) for a, b in pairwise(parts)):  # rows, one rank's after the other's
         return Changes(indices, values, parts[0].shape)
     indices, order = indices.sort(stable=True)

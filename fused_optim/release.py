@@ -73,7 +73,7 @@ def enable_gradient_release(
 
 
 class GradientRelease:
-    """What :func:`enable_gradient_release` has set up; :meth:`disable` ends it."""
+    """A gradient release that :func:`enable_gradient_release` has set up; :meth:`disable` ends it."""
 
     def __init__(self, model: nn.Module, optimizer: FusedAdam, bucket_bytes: int | None) -> None:
         self._model, self._optimizer = model, optimizer
@@ -121,7 +121,7 @@ class GradientRelease:
         return {param: names[param] for param in reversed(names) if param in own and param.requires_grad}
 
     def _choose(self) -> dict[Tensor, str]:
-        """The parameters to be updated in the backward pass, in its order. Puts hooks on those that have none."""
+        """The parameters to update in the backward pass, in its order. Hooks those that have no hook yet."""
         chosen = self._chosen()
         if self._reducing is None:
             self._hooks = ByParameter(self._hooks.of(self._optimizer.store.params))
@@ -131,7 +131,7 @@ class GradientRelease:
         return chosen
 
     def take(self, bucket: dist.GradBucket, work: dist.Work) -> None:
-        """DistributedDataParallel's gradients: updates what they complete, once they are reduced."""
+        """Update the parameters that a bucket of DistributedDataParallel completes, once its gradients are reduced."""
         with self.buckets.streams.waiting(bucket.parameters()):
             work.wait()
             for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -157,7 +157,7 @@ def _hook(param: Tensor, this: weakref.ref[GradientRelease]) -> RemovableHandle:
 
 @dataclass
 class _Reducing:
-    """A communication hook, which a model takes once, and of whom it is now."""
+    """The communication hook of a model, which takes only one, and the release that it serves now."""
 
     release: Callable[[], GradientRelease | None] | None = None
 
@@ -177,7 +177,7 @@ _reducing_of: weakref.WeakKeyDictionary[DistributedDataParallel, _Reducing] = we
 
 
 def _reducing(model: DistributedDataParallel) -> _Reducing:
-    """The hook of a model. Raises RuntimeError where it has one of others."""
+    """The hook of a model. Raises RuntimeError if the model has another one."""
     if model not in _reducing_of:
         reducing = _Reducing()
         try:

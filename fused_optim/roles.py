@@ -1,4 +1,4 @@
-"""What modules of models are for, by their names and what lies beside them."""
+"""Roles of a model's modules, by their names and neighbours."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _IN_WRAPPERS = {"base_layer", "original_module"}  # what PEFT calls a layer that
 
 
 def is_head(path: str) -> bool:
-    """Whether a module is an output head, by the name that these usually have.
+    """True if a module is an output head, by its usual name.
 
-    What is called ``output`` or ``head`` in a numbered layer is none: attention has one in some models.
+    ``output`` or ``head`` in a numbered layer is none: attention has such modules in some models.
     """
     *outer, last = [part for part in path.split(".") if part not in _IN_WRAPPERS] or [""]
     return last in _HEADS or (last in _HEADS_OUTSIDE_OF_LAYERS and not any(part.isdigit() for part in outer))
@@ -27,14 +27,14 @@ def is_expert(path: str) -> bool:
 
 
 def is_router(model: nn.Module, path: str) -> bool:
-    """Whether a module decides how much of which experts is used."""
+    """True if a module decides how much of which experts is used."""
     parent, _, last = path.rpartition(".")
     is_gate = last in ("gate", "shared_expert_gate") and hasattr(model.get_submodule(parent), "experts")
     return is_gate or any("router" in part for part in path.lower().split("."))
 
 
 def is_adapter(model: nn.Module, path: str) -> bool:
-    """Whether a module is part of an adapter of PEFT, and not the layer that it adapts."""
+    """True if a module is part of a PEFT adapter, and not the layer that it adapts."""
     module: object = model
     for part in path.split("."):
         if part in getattr(module, "adapter_layer_names", ()):

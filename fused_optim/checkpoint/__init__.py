@@ -1,4 +1,4 @@
-"""What optimizers are saved to and loaded from: above the optimizer."""
+"""Saving and loading models with their optimizers: :class:`Checkpointer` and the stager of asynchronous saves."""
 
 from fused_optim.checkpoint.checkpointer import Checkpointer
 from fused_optim.checkpoint.writing.staging import PinnedStager, wait_for_copies

@@ -18,12 +18,12 @@ from torch import nn
 
 from fused_optim.checkpoint.collect import Collector, check_ours
 from fused_optim.checkpoint.extras import Stateful, check_extra
-from fused_optim.checkpoint.loads import CheckpointReport, Compared, LoadOptions, Loads
+from fused_optim.checkpoint.loads import CheckpointReport, LoadPlan, Loads
 from fused_optim.checkpoint.random_states import RANDOM_STATES, RandomStates
-from fused_optim.checkpoint.reading.leeway import Leeway, Rename
+from fused_optim.checkpoint.reading.naming import LoadOptions, Rename
 from fused_optim.checkpoint.saves import BackgroundSaves
 from fused_optim.checkpoint.storage.damage import Damaged, is_damage
-from fused_optim.checkpoint.storage.directory import CheckpointDirectory, Found, have_rotated
+from fused_optim.checkpoint.storage.directory import CheckpointDirectory, ListedCheckpoint, have_rotated
 from fused_optim.checkpoint.storage.folders import LocalFolder, PathLike, folder_at
 from fused_optim.checkpoint.storage.garbage import without_collection
 from fused_optim.checkpoint.storage.retention import Retention
@@ -113,7 +113,7 @@ class Checkpointer:
         check_ours(model, optimizer)
         if keep_best is not None:
             raise TypeError(f"keep_best was removed: {_REMOVED}")
-        retention = Retention.of(keep, keep_every)
+        retention = Retention.checked(keep, keep_every)
         if format not in ("native", "unscaled"):
             raise ValueError(f"format: expected 'native' or 'unscaled', got {format!r}")
         self._extra = check_extra(extra or {})
@@ -207,9 +207,9 @@ class Checkpointer:
             raise ValueError(f"another Checkpointer saves in {self._directory.folder}: give each a folder of its own")
 
     def _agree(self, step: int) -> tuple[bool, list[str]]:
-        """Whether some rank is to end. Takes leave of saves that have ended on all ranks: what has failed of them.
+        """(True if some rank was asked to end, failures of the saves that have ended on all ranks).
 
-        Raises ValueError for other steps on other ranks.
+        Takes these saves off the queue. Raises ValueError if ranks were given different steps.
         """
         asked, ended = False, sum(save.done() for save in self._saves)
         if self._termination is not None:
@@ -250,7 +250,7 @@ class Checkpointer:
         return {"model": model, "optimizer": optimizer, "extra": extra}
 
     def wait(self) -> None:
-        """Until all saves are on the disk. Raises RuntimeError if one has failed."""
+        """Wait until all saves are on the disk. Raises RuntimeError if one has failed."""
         failures = []
         while self._saves:
             failures += self._finish_oldest()
@@ -258,7 +258,7 @@ class Checkpointer:
             raise RuntimeError("; ".join(failures))
 
     def _finish_oldest(self) -> list[str]:
-        """Wait for it. What went wrong, after which its step can be saved again."""
+        """Wait for the oldest save. Returns its failure, if any, after which its step can be saved again."""
         failure = outcome(self._saves.popleft())
         return [] if failure is None else [failure]
 
@@ -268,39 +268,39 @@ class Checkpointer:
         """The steps of the checkpoints that are there and whole, as far as file sizes tell, the newest first."""
         with on_all_ranks(f"opening {self._directory.folder}", group=self._group):
             steps = []
-            for found in self._directory.newest_first() if this_rank() == 0 else []:
+            for checkpoint in self._directory.newest_first() if this_rank() == 0 else []:
                 try:
-                    self._check(found)
-                    steps.append(found.step)
+                    self._check(checkpoint)
+                    steps.append(checkpoint.step)
                 except (OSError, ValueError) as error:
                     if not is_damage(error):
                         raise
         return gather(steps, group=self._group)[0]
 
     def path(self, step: int) -> str:
-        """Where the checkpoint of a step is, for ``load_optimizer_checkpoint`` and other readers.
+        """Return the path of a step's checkpoint, for ``load_optimizer_checkpoint`` and other readers.
 
         Raises FileNotFoundError if there is none.
         """
         return str(self._directory.folder_of(self._find(step)))
 
-    def _list(self) -> list[Found]:
+    def _list(self) -> list[ListedCheckpoint]:
         with on_all_ranks(f"opening {self._directory.folder}", group=self._group):
-            found = self._directory.newest_first() if this_rank() == 0 else []
-        return gather(found, group=self._group)[0]
+            listed = self._directory.newest_first() if this_rank() == 0 else []
+        return gather(listed, group=self._group)[0]
 
-    def _find(self, step: int) -> Found:
-        found = next((each for each in self._list() if each.step == step), None)
-        if found is None:
-            raise FileNotFoundError(f"{self._directory.folder} has no whole checkpoint of step {step}")
-        return found
+    def _find(self, step: int) -> ListedCheckpoint:
+        for checkpoint in self._list():
+            if checkpoint.step == step:
+                return checkpoint
+        raise FileNotFoundError(f"{self._directory.folder} has no whole checkpoint of step {step}")
 
     def pin(self, step: int) -> NoReturn:
-        """Removed."""
+        """Raise TypeError: this method was removed."""
         raise TypeError(f"pin was removed: {_REMOVED}")
 
     def unpin(self, step: int) -> NoReturn:
-        """Removed."""
+        """Raise TypeError: this method was removed."""
         raise TypeError(f"unpin was removed: remove the folder path({step}), which stays until then")
 
     def load_latest(
@@ -321,7 +321,7 @@ class Checkpointer:
         ``convert`` that are named as checkpoints are loaded, too; they have no extras. Raises ValueError if none is
         whole, and for one of a newer version; OSError for what cannot be opened; and whatever :meth:`load` does.
         """
-        options = self._options(without, Leeway.of(strict, partial, rename), model_only, dry_run)
+        options = LoadOptions.checked(strict, partial, rename, without, model_only, dry_run)
         self.wait()
         listed = self._list()
         while listed:
@@ -333,21 +333,21 @@ class Checkpointer:
                     raise
         return None
 
-    def _load_newest(self, listed: Sequence[Found], verify: bool, options: LoadOptions) -> int:
-        """Of those that are whole."""
+    def _load_newest(self, listed: Sequence[ListedCheckpoint], verify: bool, options: LoadOptions) -> int:
+        """Load the first of these checkpoints that is whole, and return its step."""
         problems = []
-        for found in listed:
+        for checkpoint in listed:
             try:
-                compared = self._compare(found, verify, options)
+                planned = self._compare(checkpoint, verify, options)
             except Exception as error:  # on all ranks, whatever it is on each
                 if on_any(not is_damage(error) and not isinstance(error, RaisedElsewhere), self._group):
                     raise
                 if have_rotated(listed, self._list()):
                     raise
                 problems.append(str(error))
-                logger.warning("checkpoint passed over: %s: %s", self._directory.folder_of(found), problems[-1])
+                logger.warning("checkpoint passed over: %s: %s", self._directory.folder_of(checkpoint), problems[-1])
             else:
-                return self._load(compared, options)
+                return self._load(planned)
             gc.collect()  # errors keep what was read of this one, and each other in circles
         none = f"{self._directory.folder} has {len(listed)} checkpoints, of which none is whole"
         raise ValueError(f"{none}; the newest: {problems[0]}")
@@ -383,42 +383,37 @@ class Checkpointer:
         it lacks and what it has beyond it. Nothing was changed then, but where reading the model fails after all was
         compared: load again.
         """
-        options = self._options(without, Leeway.of(strict, partial, rename), model_only, dry_run)
+        options = LoadOptions.checked(strict, partial, rename, without, model_only, dry_run)
         self.wait()
-        found = self._find(step)
+        checkpoint = self._find(step)
         while True:
             try:
-                return self._load(self._compare(found, verify, options), options)
+                return self._load(self._compare(checkpoint, verify, options))
             except Exception:  # on all ranks, whatever it is on each
-                earlier, found = found, self._find(step)
-                if not have_rotated([earlier], [found]):  # the step was not saved again meanwhile
+                earlier, checkpoint = checkpoint, self._find(step)
+                if not have_rotated([earlier], [checkpoint]):  # the step was not saved again meanwhile
                     raise
 
-    def _options(self, without: Collection[str], leeway: Leeway, model_only: bool, dry_run: bool) -> LoadOptions:
-        if without is None or isinstance(without, str):
-            raise TypeError(f"without: expected a list of names of extras, got {without!r}")
-        return LoadOptions(leeway, frozenset(without), model_only, dry_run)
-
-    def _compare(self, found: Found, verify: bool, options: LoadOptions) -> Future[Compared]:
+    def _compare(self, checkpoint: ListedCheckpoint, verify: bool, options: LoadOptions) -> Future[LoadPlan]:
         """Raises Damaged or FileNotFoundError for what is not whole, others for what cannot be told now."""
-        folder = self._directory.folder_of(found)
+        folder = self._directory.folder_of(checkpoint)
         with on_all_ranks(f"opening {folder}", group=self._group):
-            self._check(found)
-        return self._loads.compare(found, folder, verify, options)
+            self._check(checkpoint)
+        return self._loads.compare(checkpoint, folder, verify, options)
 
-    def _check(self, found: Found) -> None:
-        if found.problem is not None:
-            raise Damaged(found.problem)
-        self._directory.check_whole(found)
+    def _check(self, checkpoint: ListedCheckpoint) -> None:
+        if checkpoint.problem is not None:
+            raise Damaged(checkpoint.problem)
+        self._directory.check_whole(checkpoint)
 
-    def _load(self, compared: Future[Compared], options: LoadOptions) -> int:
+    def _load(self, planned: Future[LoadPlan]) -> int:
         self.report = None
-        found = compared.result()
-        if not options.dry_run:
-            self._loads.load(found)
-        self.report = found.report
+        plan = planned.result()
+        if not plan.options.dry_run:
+            self._loads.load(plan)
+        self.report = plan.report
         if self.report.model or self.report.restarted or self.report.extras_left:
-            logger.warning("%s: %s", found.source.path, self.report)
+            logger.warning("%s: %s", plan.source.path, self.report)
         return self.report.step
 
     # --- the end ------------------------------------------------------------------------------------------------
@@ -434,7 +429,7 @@ class Checkpointer:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Whatever the process has for this Checkpointer."""
+        """Release the thread, the process groups, the folder's lock and the SIGTERM handler."""
         if self._is_closed:
             return
         self._is_closed = True

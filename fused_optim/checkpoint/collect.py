@@ -41,15 +41,15 @@ def check_ours(model: Any, optimizer: Any) -> None:
 
 
 def check_kind(optimizer: ShardedOptimizer, saved: str | None, what: str, any_rule: bool = False) -> None:
-    """Raise ValueError for the checkpoint of another kind of optimizer: "adam", an update rule, "torch.optim.AdamW".
+    """Raise ValueError if a checkpoint is of another kind of optimizer, such as "adam", "lion", "torch.optim.AdamW".
 
-    None: it does not say. ``any_rule``: those of other update rules are taken, too.
+    ``saved``: the kind; None: unknown, and accepted. ``any_rule``: accept other update rules of this package, too.
     """
-    own = optimizer.rule.name
-    kinds = {own, *(RULES if any_rule else ()), *(_ADAMS_OF_TORCH if optimizer.rule.has_torch_form else ())}
+    expected = optimizer.rule.name
+    kinds = {expected, *(RULES if any_rule else ()), *(_ADAMS_OF_TORCH if optimizer.rule.has_torch_form else ())}
     if saved is not None and saved not in kinds:
         hint = "model_only=True loads the model alone"
-        raise ValueError(f"{what} is of another optimizer: expected {own}, found {saved}; {hint}")
+        raise ValueError(f"{what} is of another optimizer: expected {expected}, found {saved}; {hint}")
 
 
 @contextmanager
@@ -63,8 +63,11 @@ def _without(optimizer: ShardedOptimizer, entries: Mapping[Any, Any]) -> Iterato
 
 
 class Collector:
-    """A collective over the default group. Raises TypeError for flat shards of FSDP1, KeyError for an optimizer that
-    has none of the model's parameters."""
+    """Collects the state dicts that a Checkpointer saves.
+
+    Making it is a collective over the default group. Raises TypeError for flat shards of FSDP1, KeyError for an
+    optimizer that has none of the model's parameters.
+    """
 
     def __init__(self, model: nn.Module, optimizer: ShardedOptimizer) -> None:
         check_whole(model, optimizer.store.params)
@@ -96,7 +99,7 @@ class Collector:
         return {name: sorted(dtype.removeprefix("torch.") for dtype in dtypes) for name, dtypes in found.items()}
 
     def warn_of_masters(self) -> None:
-        """Where those of quantized weights are still to start from values that are in no file."""
+        """Warn if masters of quantized weights are still to start from initial values, which no file holds."""
         if self._optimizer.store.wants_initial_values():
             warnings.warn(NO_MASTERS, UserWarning, stacklevel=callers_level())
 
@@ -115,16 +118,16 @@ class Collector:
         users = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
         try:
             if self._options is None:
-                found = self._named(optimizer.state_dict())
+                state = self._named(optimizer.state_dict())
             else:
                 with _without(optimizer, users):  # which torch takes for parameters
-                    found = get_optimizer_state_dict(self._model, optimizer, options=self._options)
-            return {**found, ENTRIES: list(map(list, users.items()))} if users else found
+                    state = get_optimizer_state_dict(self._model, optimizer, options=self._options)
+            return {**state, ENTRIES: list(map(list, users.items()))} if users else state
         finally:
             optimizer.checkpoint_format, optimizer.checkpoint_device = before
 
     def _named(self, state: dict[str, Any]) -> dict[str, Any]:
-        """By the parameters' names instead of their numbers."""
+        """The optimizer's state dict with the parameters' names in place of their numbers."""
         params = self._optimizer.store.params
         if not all(param in self._names for param in params):
             self._names = {param: names[0] for param, names in parameter_names(self._model).items()}

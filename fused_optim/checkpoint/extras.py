@@ -1,7 +1,7 @@
-"""What is saved beside the model and the optimizer: schedulers, loaders, averages; whatever has a state dict.
+"""State saved beside the model and the optimizer: schedulers, data loaders, averages; anything with a state dict.
 
-Sharded tensors go into the checkpoint as those of the model do. All else of a state is one entry, of which ranks that
-have the same share one: loaders' states may differ from rank to rank.
+Sharded tensors go into the checkpoint as those of the model do. The rest of a state is one entry; ranks with equal
+states share it, since loaders' states may differ from rank to rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHARDED = "fused_optim_sharded"  # the key, in a state, of where a sharded tens
 
 
 class Stateful(Protocol):
-    """What may be saved."""
+    """An object that can be saved as an extra."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -46,7 +46,10 @@ def check_extra(extra: Mapping[str, Any]) -> dict[str, Stateful]:
 
 @dataclass(frozen=True)
 class Packed:
-    """A staged state: its sharded tensors by key, and all else as bytes. ``digest``: the same for states that are."""
+    """A staged state: its sharded tensors by key, and the rest as bytes.
+
+    ``digest``: SHA-256, equal for equal states.
+    """
 
     sharded: dict[str, Tensor]
     content: bytes
@@ -60,11 +63,11 @@ def pack(name: str, state: Any) -> Packed:
         sharded[path] = tensor
         return {_SHARDED: path}
 
-    own = _with_sharded(state, f"extra.{name}.sharded", take)
+    unsharded = _with_sharded(state, f"extra.{name}.sharded", take)
     digest = hashlib.sha256()
-    for piece in _canonical(own):
+    for piece in _canonical(unsharded):
         digest.update(piece)
-    return Packed(sharded, saved(own), digest.hexdigest())
+    return Packed(sharded, saved(unsharded), digest.hexdigest())
 
 
 def _canonical(value: Any) -> Iterator[bytes]:
@@ -77,15 +80,15 @@ def _canonical(value: Any) -> Iterator[bytes]:
         yield bytes(memory_of(plain)) if plain.nbytes else b""
     elif isinstance(value, dict | set | frozenset | list | tuple):
         items = value.items() if isinstance(value, dict) else value
-        found = [b"".join(_canonical(item)) for item in items]
-        yield f"{type(value).__qualname__} {len(found)};".encode()
-        yield from found if isinstance(value, list | tuple) else sorted(found)
+        parts = [b"".join(_canonical(item)) for item in items]
+        yield f"{type(value).__qualname__} {len(parts)};".encode()
+        yield from parts if isinstance(value, list | tuple) else sorted(parts)
     else:
         yield saved(value)
 
 
 def own_entries(packed: Mapping[str, Packed], owners: Mapping[str, Sequence[int]], rank: int) -> dict[str, Any]:
-    """What this rank adds to the checkpoint, by key."""
+    """The entries that this rank adds to the checkpoint, by key."""
     entries: dict[str, Any] = {}
     for name, each in packed.items():
         entries |= each.sharded
@@ -95,7 +98,7 @@ def own_entries(packed: Mapping[str, Packed], owners: Mapping[str, Sequence[int]
 
 
 def owners_of(digests: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
-    """By name and rank, the first rank that has the same state."""
+    """The first rank that has the same state, by name and rank."""
     first: dict[tuple[str, str], int] = {}
     for rank, own in enumerate(digests):
         for name, digest in own.items():
@@ -104,7 +107,10 @@ def owners_of(digests: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
 
 
 def owner_for(name: str, owners: Sequence[int], rank: int, ranks: int) -> int:
-    """Whose state this rank loads. Raises ValueError where ranks had different ones and are not as many now."""
+    """The rank whose state this rank loads.
+
+    Raises ValueError if ranks saved different states and there are more or fewer ranks now.
+    """
     if len(owners) == ranks:
         return owners[rank]
     if len(set(owners)) > 1:
@@ -156,7 +162,7 @@ def _with_sharded(value: Any, path: str, replace: Callable[[str, DTensor], Any])
 
 
 def _paths(value: Any) -> set[str]:
-    """Of the sharded tensors of a tree."""
+    """The keys of the sharded tensors in a tree."""
     if isinstance(value, dict):
         return {value[_SHARDED]} if _SHARDED in value else {path for item in value.values() for path in _paths(item)}
     return {path for item in value for path in _paths(item)} if type(value) in (list, tuple) else set()

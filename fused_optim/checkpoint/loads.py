@@ -1,4 +1,4 @@
-"""What a Checkpointer does with a checkpoint that it has found: all is compared first, then loaded."""
+"""Loading a checkpoint for a Checkpointer: everything is compared first, then loaded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -18,13 +18,13 @@ from fused_optim.checkpoint import extras
 from fused_optim.checkpoint.collect import Collector, check_kind
 from fused_optim.checkpoint.extras import Stateful
 from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
-from fused_optim.checkpoint.reading.leeway import Differences, Leeway
-from fused_optim.checkpoint.reading.load import Loader, LoadReport, checked
+from fused_optim.checkpoint.reading.load import Loader, LoadReport, prepare
 from fused_optim.checkpoint.reading.model import ModelLoader, flat_names
+from fused_optim.checkpoint.reading.naming import Differences, LoadOptions
 from fused_optim.checkpoint.storage import checksums, manifest
 from fused_optim.checkpoint.storage.checksums import verifying
 from fused_optim.checkpoint.storage.damage import Replaced
-from fused_optim.checkpoint.storage.directory import Found
+from fused_optim.checkpoint.storage.directory import ListedCheckpoint
 from fused_optim.checkpoint.storage.folders import Folder
 from fused_optim.checkpoint.storage.garbage import without_collection
 from fused_optim.optimizer import ShardedOptimizer
@@ -35,7 +35,7 @@ logger = logging.getLogger("fused_optim")
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """What was loaded, or would be. ``model``: how the checkpoint's model differs from this one."""
+    """The report of a load or a dry run. ``model``: how the checkpoint's model differs from this one."""
 
     step: int
     model: Differences
@@ -55,19 +55,10 @@ class CheckpointReport:
 
 
 @dataclass(frozen=True)
-class LoadOptions:
-    """See :meth:`Checkpointer.load`."""
+class LoadPlan:
+    """A checkpoint that was compared with the model and the optimizer and fits; made by :meth:`Loads.compare`."""
 
-    leeway: Leeway = field(default_factory=Leeway)
-    without: frozenset[str] = frozenset()
-    model_only: bool = False
-    dry_run: bool = False
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A checkpoint that fits."""
-
+    options: LoadOptions
     source: DcpFolder
     model: ModelLoader
     optimizer: Loader | None  # None: the model alone is loaded
@@ -89,72 +80,69 @@ class Loads:
         self._model, self._optimizer, self._extra = model, optimizer, extra
         self._states, self._group = states, group
 
-    def compare(self, found: Found, folder: Folder, verify: bool, options: LoadOptions) -> Future[Compared]:
-        """What is to be loaded, or why it does not fit, on all ranks. Raises Damaged for what is not as it was written.
+    def compare(
+        self, checkpoint: ListedCheckpoint, folder: Folder, verify: bool, options: LoadOptions
+    ) -> Future[LoadPlan]:
+        """The plan to load a checkpoint, or the error that says why it does not fit; the same kind on all ranks.
 
-        Changes nothing. The checkpoint is opened, and states are read into host memory, while other threads verify.
+        Raises Damaged for a checkpoint whose bytes are not those that were written. Changes nothing. The checkpoint is
+        opened, and states are read into host memory, while other threads verify the checksums.
         """
-        required = found.manifest is not None  # what others wrote has checksums if they saw to it
-        compared: Future[Compared] = Future()
+        required = checkpoint.manifest is not None  # what others wrote has checksums if they saw to it
+        planned: Future[LoadPlan] = Future()
         described: Future[Metadata] = Future()
         with verifying(folder, None, required, metadata=described) if verify else nullcontext():
             with on_all_ranks(f"opening {folder}", group=self._group):
                 source = DcpFolder(folder)
                 if verify and not required and this_rank() == 0 and folder.size(checksums.FILE) is None:
-                    what = "as a save of torch's own, or a copy that lacks files"
-                    logger.warning("%s has no manifest or checksums, %s: its bytes are not verified", folder, what)
-                if found.manifest is not None and manifest.read(folder) != found.manifest:
+                    kind = "as a save of torch's own, or a copy that lacks files"
+                    logger.warning("%s has no manifest or checksums, %s: its bytes are not verified", folder, kind)
+                if checkpoint.manifest is not None and manifest.read(folder) != checkpoint.manifest:
                     raise Replaced(f"{folder} was replaced by a run that saves there before it was read: load again")
             described.set_result(source.metadata)
             try:
                 with without_collection():
-                    compared.set_result(self._compare(found, source, options))
+                    planned.set_result(self._plan(checkpoint, source, options))
             except Exception as error:  # of which damage may be the reason
-                compared.set_exception(error)
-        return compared
+                planned.set_exception(error)
+        return planned
 
-    def _compare(self, found: Found, source: DcpFolder, options: LoadOptions) -> Compared:
-        doing, group = f"loading {source.path}", self._group
+    def _plan(self, checkpoint: ListedCheckpoint, source: DcpFolder, options: LoadOptions) -> LoadPlan:
+        doing, group, saved = f"loading {source.path}", self._group, checkpoint.manifest
         names: list[str] = []
         with on_all_ranks(doing, group=group):
             model_state = self._states.model_state()
             names = flat_names(model_state)
-        everyone = {name for each in distinct(names, group) for name in each}
+        everyone = {name for of_rank in distinct(names, group) for name in of_rank}
         with on_all_ranks(doing, group=group):
-            extra = {} if options.model_only else self._read_extras(found, source, options)
-            model = ModelLoader(model_state, source, everyone, tied_names(self._model), options.leeway)
-        optimizer = None if options.model_only else self._compared(found, source, options.leeway)
-        report = CheckpointReport(
-            found.step,
-            model.differences,
-            None if optimizer is None else optimizer.report,
-            () if options.model_only else self._extras_left(found, options),
-        )
-        if optimizer is not None and not options.dry_run:
+            extra = {} if options.model_only else self._read_extras(checkpoint, source, options)
+            model = ModelLoader(model_state, source, everyone, tied_names(self._model), options)
+            kind = None if saved is None else saved.kind
+            if not options.model_only:
+                check_kind(self._optimizer, kind, str(source.path), any_rule=bool(options.partial))
+        if options.model_only:
+            return LoadPlan(options, source, model, None, extra, CheckpointReport(checkpoint.step, model.differences))
+        optimizer = prepare(self._model, self._optimizer, source, options, verify=False)
+        left = set() if saved is None else saved.extra.keys() - self._extra.keys() - options.without
+        report = CheckpointReport(checkpoint.step, model.differences, optimizer.report, tuple(sorted(left)))
+        if not options.dry_run:
             optimizer.read()
-        return Compared(source, model, optimizer, extra, report)
+        return LoadPlan(options, source, model, optimizer, extra, report)
 
-    def load(self, compared: Compared) -> None:
-        """Where reading fails now, the model may have been changed."""
-        doing, group, optimizer = f"loading {compared.source.path}", self._group, compared.optimizer
+    def load(self, plan: LoadPlan) -> None:
+        """Load the model, the optimizer and extras. If reading fails here, the model may be partly changed."""
+        doing, group, optimizer = f"loading {plan.source.path}", self._group, plan.optimizer
         with without_collection():
             with on_all_ranks(doing, group=group):
-                set_model_state_dict(self._model, compared.model.load())
+                set_model_state_dict(self._model, plan.model.load())
             if optimizer is not None:
                 optimizer.load()
         with on_all_ranks(doing, group=group):
-            for name, state in compared.extra.items():
+            for name, state in plan.extra.items():
                 self._extra[name].load_state_dict(state)
 
-    def _compared(self, found: Found, source: DcpFolder, leeway: Leeway) -> Loader:
-        """What loads the optimizer. Nothing has been changed."""
-        kind = None if found.manifest is None else found.manifest.kind
-        with on_all_ranks(f"loading {source.path}", group=self._group):
-            check_kind(self._optimizer, kind, str(source.path), any_rule=bool(leeway.partial))
-        return checked(self._model, self._optimizer, source, verify=False, leeway=leeway)
-
-    def _read_extras(self, found: Found, source: DcpFolder, options: LoadOptions) -> dict[str, Any]:
-        owners = {} if found.manifest is None else found.manifest.extra
+    def _read_extras(self, checkpoint: ListedCheckpoint, source: DcpFolder, options: LoadOptions) -> dict[str, Any]:
+        owners = {} if checkpoint.manifest is None else checkpoint.manifest.extra
         states = {}
         for name, current in self._extra.items():
             if name in options.without:
@@ -166,7 +154,3 @@ class Loads:
             owner = extras.owner_for(name, owners[name], this_rank(), world_size())
             states[name] = extras.read(name, owner, current, source)
         return states
-
-    def _extras_left(self, found: Found, options: LoadOptions) -> tuple[str, ...]:
-        saved = set() if found.manifest is None else set(found.manifest.extra)
-        return tuple(sorted(saved - set(self._extra) - options.without))

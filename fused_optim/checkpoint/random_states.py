@@ -13,7 +13,7 @@ RANDOM_STATES = "random_states"  # the extra's name
 
 
 class RandomStates:
-    """Of Python, of NumPy's global generator where it was imported, and of torch on the CPU and on this rank's GPUs."""
+    """The random states of Python, NumPy (if imported) and torch: of the CPU and of all GPUs that this rank sees."""
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state(), "cuda": []}
@@ -25,7 +25,7 @@ class RandomStates:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """GPUs and NumPy where they are there; ranks that have other GPUs than at the save keep their own states."""
+        """Set the states. Those of GPUs are skipped if their number has changed, NumPy's if it is not imported."""
         version, numbers, gauss = state_dict["python"]
         random.setstate((version, tuple(numbers), gauss))
         torch.set_rng_state(state_dict["torch"])

@@ -1,4 +1,4 @@
-"""What a Checkpointer does in the background: one save after the other, on all ranks."""
+"""Saves in the background: one after the other, on all ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ os.register_at_fork(after_in_child=_ends.clear)  # a child has none of the threa
 
 @dataclass(frozen=True)
 class Save:
-    """One that was asked for. ``staged``: the copy of the state. ``before``: the end of an earlier one."""
+    """A requested save. ``staged``: the copy of the state.
+
+    ``before``: set when the save requested before it has ended.
+    """
 
     step: int
     staged: Future[dict[str, Any]]
@@ -47,7 +50,7 @@ class Save:
 
 
 class BackgroundSaves:
-    """All ranks of ``group`` make the same calls. ``form``: of the optimizer's states."""
+    """Saves for one Checkpointer; all ranks of ``group`` make the same calls. ``form``: of the optimizer's states."""
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class BackgroundSaves:
         self._ranks = world_size()
 
     def submit(self, pool: Executor, step: int, staged: Future[dict[str, Any]]) -> Future[str | None]:
-        """In the order in which saves are to be made. What :meth:`run` returns, later."""
+        """Queue a save behind those requested earlier; the future holds the result of :meth:`run`."""
         save = self._in_line(step, staged)
         try:
             return pool.submit(self.run, save)
@@ -75,7 +78,10 @@ class BackgroundSaves:
             raise
 
     def _in_line(self, step: int, staged: Future[dict[str, Any]]) -> Save:
-        """After those there that were asked for before. It has to be run, or its ``ended`` to be set."""
+        """A save that waits for the one requested before it.
+
+        Run it, or set its ``ended``: the next one waits for that.
+        """
         place, before, ended = self._directory.folder.place, None, threading.Event()
         if this_rank() == 0:
             with _asking:
@@ -83,7 +89,7 @@ class BackgroundSaves:
         return Save(step, staged, before, ended)
 
     def release(self) -> None:
-        """Let other runs have the folder, once all saves of this process are made that are under way there."""
+        """Let other runs have the folder once this process's pending saves there have ended."""
         with _asking:
             last = _ends.pop(self._directory.folder.place, None)
         if last is not None:
@@ -91,7 +97,7 @@ class BackgroundSaves:
         self._directory.release()
 
     def run(self, save: Save) -> str | None:
-        """What went wrong, on every rank if it did on one."""
+        """Make the save. Returns None or the error message; a failure on one rank is a failure on every rank."""
         if save.before is not None:
             save.before.wait()
         try:
@@ -117,7 +123,7 @@ class BackgroundSaves:
         return None
 
     def plan(self, outline: dict[str, Any], doing: str) -> None:
-        """What the first save would otherwise begin with. What goes wrong will be the save's."""
+        """Do in advance what the first save would begin with. Errors are only logged: the save will raise them."""
         try:
             self._add_extras(outline, doing)
             self._saver.plan(outline, doing)
@@ -128,10 +134,10 @@ class BackgroundSaves:
         """Pack a state's extras as what this rank adds to the checkpoint. Returns who adds whose."""
         with on_all_ranks(doing, group=self._group):
             packed = {}
-            for name, each in state.pop("extra").items():
-                check_loadable(f"extra {name}", each)
-                packed[name] = extras.pack(name, each)
-        owners = extras.owners_of(gather({name: each.digest for name, each in packed.items()}, group=self._group))
+            for name, value in state.pop("extra").items():
+                check_loadable(f"extra {name}", value)
+                packed[name] = extras.pack(name, value)
+        owners = extras.owners_of(gather({name: value.digest for name, value in packed.items()}, group=self._group))
         state.update(extras.own_entries(packed, owners, this_rank()))
         return owners
 
@@ -144,7 +150,7 @@ class BackgroundSaves:
                 with suppress(OSError):
                     self._directory.discard(save.step, attempt)
             raise
-        return sum(size for each in written for size in each.sizes.values())
+        return sum(size for of_rank in written for size in of_rank.sizes.values())
 
     def _begin(self, step: int, doing: str) -> str:
         """The attempt's name, the same on all ranks."""
@@ -177,10 +183,10 @@ class BackgroundSaves:
         self._check_ranks()
         assert len(written) == self._ranks
         draft = self._directory.draft(save.step, attempt)
-        sizes = {name: size for each in written for name, size in each.sizes.items()}
-        sums = {range_: crc for each in written for range_, crc in each.checksums.items()}
+        sizes = {name: size for of_rank in written for name, size in of_rank.sizes.items()}
+        sums = {range_: crc for of_rank in written for range_, crc in of_rank.checksums.items()}
         sizes |= checksums.write_file(draft, sums)
-        found = Manifest(
+        saved = Manifest(
             step=save.step,
             number=0,  # the folder gives it
             world_size=world_size(),
@@ -192,4 +198,4 @@ class BackgroundSaves:
             versions={"torch": torch.__version__},
             optimizer=self._states.kind,
         )
-        self._directory.finish(save.step, attempt, found)
+        self._directory.finish(save.step, attempt, saved)

@@ -23,7 +23,7 @@ class _Handler:
         self._previous: Any = None
 
     def add(self, listener: Termination) -> None:
-        """Only the main thread can receive signals: in another one, nothing."""
+        """Listen to SIGTERM; does nothing outside of the main thread, which alone receives signals."""
         if threading.current_thread() is not threading.main_thread():
             return
         if not self.listeners:
@@ -32,7 +32,7 @@ class _Handler:
         self.listeners.append(listener)
 
     def remove(self, listener: Termination) -> bool:
-        """Whether it was the last one, so that SIGTERM does again what it did before."""
+        """True if it was the last listener, so that SIGTERM is handled as before again."""
         if listener not in self.listeners:
             return False
         self.listeners.remove(listener)
@@ -76,7 +76,7 @@ os.register_at_fork(before=_handler.hold_back, after_in_parent=_handler.let_thro
 
 
 class Termination:
-    """From now on the first SIGTERM is noted, and repeats are ignored for :data:`PATIENCE` seconds.
+    """Notes the first SIGTERM from now on; repeats are ignored for :data:`PATIENCE` seconds.
 
     All of a process's share one handler: ``asked`` is true of all of them.
     """
@@ -91,18 +91,18 @@ class Termination:
         return _handler.asked is not None and self in _handler.listeners
 
     def note(self) -> None:
-        """Another rank was asked to end."""
+        """Note that another rank was asked to end."""
         if _handler.asked is None:
             _handler.asked = time.monotonic()
 
     def end(self) -> bool:
-        """The last save is made. Whether all others that save have made theirs, too."""
+        """Note that the owner's last save is made. Returns True if all other owners that save have made theirs, too."""
         self.has_ended = True
         _handler.is_over = all(each.has_ended for each in _handler.listeners if each.is_used)
         return _handler.is_over
 
     def close(self) -> None:
-        """A signal that nobody has answered, and nobody listens to any more, does what it did before."""
+        """Stop listening. A signal that came and was not answered is sent again if nobody else listens."""
         was_asked = self.asked
         if _handler.remove(self) and was_asked and not _handler.is_over:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -1,5 +1,6 @@
-"""What Hugging Face's Trainer calls with a model: FusedMuon; FusedAdamW with options of their own for some modules, as
-the trainer has them for GaLore and others.
+"""Optimizers for Hugging Face's Trainer that need the model: FusedMuon, and FusedAdamW with options for some modules.
+
+The trainer has such options of its own for GaLore and others.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ ALL_LINEAR = "all-linear"
 
 
 class TargetedAdamW:
-    """For ``Trainer(optimizer_cls_and_kwargs=(TargetedAdamW, {...}))``, which calls it without arguments, then this.
+    """Factory for ``Trainer(optimizer_cls_and_kwargs=(TargetedAdamW, {...}))``, which calls the class, then this.
 
     The trainer's own ``learning_rate``, ``weight_decay`` and betas are not seen here: give them as options.
     """
@@ -36,7 +37,7 @@ class TargetedAdamW:
 
 
 class ModelsMuon:
-    """For ``Trainer(optimizer_cls_and_kwargs=(ModelsMuon, {...}))``, which calls it without arguments, then this.
+    """Factory for ``Trainer(optimizer_cls_and_kwargs=(ModelsMuon, {...}))``, which calls the class, then this.
 
     The trainer's own ``learning_rate`` and ``weight_decay`` are not seen here: give them as options.
     """

@@ -42,7 +42,7 @@ class FusedAdam(transformer_engine.FusedAdam):
 
     @torch.no_grad()
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """As the class for TransformerEngine's; FP32 masters are split where remainders are kept."""
+        """Set a state as TransformerEngine's class does; FP32 masters are split if the optimizer keeps remainders."""
         self.initialize_state(param)
         states = self.store[param]
         if state_name == MASTER and states.layout.master.is_remainder and unscaled_state.is_floating_point():
@@ -56,7 +56,7 @@ class FusedAdam(transformer_engine.FusedAdam):
 
     @staticmethod
     def _are_placeholders(param: Tensor, states: Mapping[str, Any]) -> bool:
-        """Also where all of them are floating-point. Its slices are no ``nn.Parameter``."""
+        """True for loaded placeholders, even if all are floating-point: Megatron's slices are no ``nn.Parameter``."""
         is_slice = not isinstance(param, nn.Parameter)
         return transformer_engine.has_bytes(states) or (MASTER in states and is_slice)
 
@@ -113,12 +113,12 @@ def install(adam: type[FusedAdam] = FusedAdam) -> None:
 
 
 def _original(owner: type, name: str) -> Any:
-    """Without what an earlier call has put around it."""
+    """The attribute before an earlier installation wrapped it."""
     return getattr(getattr(owner, name, None), "__wrapped__", getattr(owner, name, None))
 
 
 def _is_recent(version: str, check_equality: bool = True) -> bool:
-    """In the two modules that ask for TransformerEngine's version only because of its FusedAdam."""
+    """True: answers two modules that ask for TransformerEngine's version only because of its FusedAdam."""
     return True
 
 
@@ -162,7 +162,7 @@ def _inner_param(optimizer: Any, model_param: Tensor) -> Tensor:
 
 
 def _reading(original: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
-    """Values, where the original reads ``optimizer.state`` raw, and FP32 parameters, which have no master."""
+    """Read values: the original reads ``optimizer.state`` raw, and FP32 parameters have no master."""
 
     @functools.wraps(original)
     def read(self: Any, model_param: Tensor) -> dict[str, Tensor]:
@@ -177,7 +177,7 @@ def _reading(original: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[s
 
 
 def _writing(original: Callable[..., None]) -> Callable[..., None]:
-    """The inverse of ``_reading``."""
+    """Set the master and the states from values: the inverse of ``_reading``."""
 
     @functools.wraps(original)
     @torch.no_grad()
@@ -197,7 +197,7 @@ def _writing(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _packing(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Megatron-FSDP's states by name, as values; they are loaded by ``load_state_dict``."""
+    """Pack Megatron-FSDP's states by name, as values, for ``load_state_dict``."""
 
     @functools.wraps(original)
     def pack(self: Any, is_loading: bool = False) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _packing(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str,
 
 
 def _refusing(original: Callable[..., None]) -> Callable[..., None]:
-    """The loader of checkpoints from before February 2024 copies into states as if all were FP32."""
+    """Refuse states that are not plain FP32 or BF16, which the loader of checkpoints before February 2024 assumes."""
 
     @functools.wraps(original)
     def load(self: Any, state_dict: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ class FusedOptimizersContainer(OptimizersContainer):  # type: ignore[misc]  # un
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc]
-        """As torchtitan's.
+        """torchtitan's configuration.
 
         Options of param groups are their ``optimizer_kwargs``; those of the whole optimizer, such as
         ``master_bits``, are in ``optimizer_factory_kwargs_by_name``. ``implementation`` is for torchtitan's
@@ -44,7 +44,10 @@ class FusedOptimizersContainer(OptimizersContainer):  # type: ignore[misc]  # un
         """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of torch.optim.AdamW, too, under ``checkpoint_format="torch"``: torchtitan goes by keys of running groups."""
+        """Load the state.
+
+        With ``checkpoint_format="torch"`` torch.optim.AdamW's loads, too: torchtitan expects running keys.
+        """
         for optimizer in self.optimizers:
             if isinstance(optimizer, ShardedOptimizer) and optimizer.checkpoint_format == "torch":
                 optimizer.initialize_state()
@@ -69,14 +72,13 @@ def default_fused_adamw(lr: float = 8e-4, **options: Any) -> FusedOptimizersCont
     if unknown := sorted(options.keys() - known):
         raise TypeError(f"no options of FusedAdamW: {', '.join(unknown)}")
     usual = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    given = {key: _text(value) for key, value in {**usual, **options}.items()}
+    given = {
+        key: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+        for key, value in {**usual, **options}.items()
+    }
     of_groups = {key: value for key, value in given.items() if key in _OF_GROUPS}
     of_all = {key: value for key, value in given.items() if key not in _OF_GROUPS}
     return FusedOptimizersContainer.Config(
         param_groups=[ParamGroupConfig(pattern=r".*", optimizer_name=_NAME, optimizer_kwargs=of_groups)],
         optimizer_factory_kwargs_by_name={_NAME: of_all} if of_all else {},
     )
-
-
-def _text(value: Any) -> Any:
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value

@@ -1,1 +1,1 @@
-"""Where shards lie, and what ranks do together."""
+"""Places of shards in global tensors, and collectives of the ranks."""

@@ -1,4 +1,4 @@
-"""What several modules need of the ranks together: failures that reach every rank, and parameter names."""
+"""Collectives that several modules need: gathering objects, failures that reach every rank, names of parameters."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 
 def gather(value: T, no_dist: bool = False, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The ranks' values in rank order, over the default group; only this one where there is none, or ``no_dist``.
+    """The ranks' values in rank order, over the default group or ``group``.
 
-    ``group``: another one.
+    Only this rank's if there is no group, or with ``no_dist``.
     """
     if no_dist or not dist.is_initialized():
         return [value]
@@ -38,7 +38,7 @@ def gather(value: T, no_dist: bool = False, group: dist.ProcessGroup | None = No
 
 
 def gather_at_first(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """:func:`gather` of which only the first rank gets the outcome; none elsewhere."""
+    """:func:`gather` whose result only the first rank gets; empty elsewhere."""
     if not dist.is_initialized():
         return [value]
     sent, lengths = _pickled_alike(value, group)
@@ -48,7 +48,7 @@ def gather_at_first(value: T, group: dist.ProcessGroup | None = None) -> list[T]
 
 
 def scatter_from_first(values: list[T], group: dist.ProcessGroup | None = None) -> T:
-    """The first rank's value for this one; ``values``: for each rank, there alone."""
+    """The value for this rank from the first rank's ``values``, one for each rank; empty elsewhere."""
     if not dist.is_initialized():
         return values[0]
     contents = list(map(pickle.dumps, values))
@@ -61,8 +61,8 @@ def scatter_from_first(values: list[T], group: dist.ProcessGroup | None = None) 
     received = torch.empty(longest, dtype=torch.uint8, device=device)
     sent = [_padded(content, longest, device) for content in contents]
     dist.scatter(received, sent or None, group=group, group_src=0)
-    own: T = _unpickled(received, int(lengths[dist.get_rank(group)]))
-    return own
+    value: T = _unpickled(received, int(lengths[dist.get_rank(group)]))
+    return value
 
 
 # torch's collectives of objects read with numpy, which need not be installed.
@@ -88,12 +88,12 @@ def _unpickled(received: Tensor, length: int) -> Any:
 
 
 def on_any(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether it is true on any rank: one number is reduced."""
+    """True if the flag is true on any rank: one number is reduced."""
     return bool(_largest([int(flag)], group)[0])
 
 
 def distinct(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """:func:`gather`, but where ranks have the same value, as its repr says, only that one: it is not sent then."""
+    """:func:`gather`, but a single value if all ranks have the same, by its repr: it is not sent then."""
     digest = digest_of(value)
     largest, smallest = _largest([digest, -digest], group)
     return [value] if largest == -smallest else gather(value, group=group)
@@ -105,31 +105,31 @@ def digest_of(value: object) -> int:
 
 
 def check_alike(who: str, options: Mapping[str, object], group: dist.ProcessGroup | None = None) -> None:
-    """Raise ValueError, on all ranks, for options that other ranks were given other values of, as their reprs say."""
+    """Raise ValueError, on all ranks, if ranks were given different options, compared by their reprs."""
     given = distinct({name: repr(value) for name, value in options.items()}, group)
     if differing := differences(dict(enumerate(given))):
         raise ValueError(f"{who}: ranks were given different options: {differing}: give all of them the same")
 
 
 def differences(given: Mapping[int, Mapping[str, str]]) -> str:
-    """``name: value on ranks 0, 1; value on rank 2`` of each name that ranks have different values of.
+    """``name: value on ranks 0, 1; value on rank 2`` for each name whose values differ between ranks.
 
-    ``given``: values by name, by rank. A name that a rank lacks is nothing there.
+    ``given``: values by name, by rank. A missing name counts as the value "nothing".
     """
-    names = dict.fromkeys(name for own in given.values() for name in own)
-    found = []
+    names = dict.fromkeys(name for of_rank in given.values() for name in of_rank)
+    texts = []
     for name in names:
         ranks: dict[str, list[int]] = {}
-        for rank, own in given.items():
-            ranks.setdefault(own.get(name, "nothing"), []).append(rank)
+        for rank, of_rank in given.items():
+            ranks.setdefault(of_rank.get(name, "nothing"), []).append(rank)
         if len(ranks) > 1:
-            values = ", ".join(f"{value} on {some_ranks(own)}" for value, own in ranks.items())
-            found.append(f"{name}: {values}")
-    return "; ".join(found)
+            values = ", ".join(f"{value} on {some_ranks(of_rank)}" for value, of_rank in ranks.items())
+            texts.append(f"{name}: {values}")
+    return "; ".join(texts)
 
 
 def some_ranks(ranks: Sequence[int]) -> str:
-    """The first few, and how many more there are."""
+    """The first four ranks as text, and how many more there are."""
     shown = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
@@ -153,35 +153,38 @@ def world_size() -> int:
 
 
 class FailedElsewhere(ValueError):
-    """Raised where nothing is wrong because another rank failed, whose error says what is."""
+    """Raised on ranks where nothing is wrong, because another rank failed and raises its own error."""
 
 
 class RaisedElsewhere(RuntimeError):
-    """Quotes what another rank has raised."""
+    """Raised on other ranks than the one that failed; quotes its error."""
 
 
 @contextmanager
 def on_all_ranks(doing: str, no_dist: bool = False, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Where the body fails on one rank, raise on all: its own error there, a RuntimeError that quotes it elsewhere."""
+    """If the body fails on one rank, raise on all: its own error there, a RuntimeError that quotes it elsewhere."""
     error: BaseException | None = None
     try:
         yield
     except (Exception, CheckpointException) as caught:
         error = caught
-    own = None if isinstance(error, FailedElsewhere) else error
-    if not no_dist and on_any(own is not None, group):
-        texts = gather(None if own is None else f"{type(own).__name__}: {own}", group=group)
-        if own is None:
+    raised = None if isinstance(error, FailedElsewhere) else error
+    if not no_dist and on_any(raised is not None, group):
+        texts = gather(None if raised is None else f"{type(raised).__name__}: {raised}", group=group)
+        if raised is None:
             rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
             raise RaisedElsewhere(f"{doing}: rank {rank} failed: {text}")
-    if own is not None:
-        raise own
+    if raised is not None:
+        raise raised
     if error is not None:
         raise error
 
 
 def any_rank(params: Iterable[Tensor], nonzero: bool, failed: bool) -> tuple[bool, bool]:
-    """Whether each is true on any rank of the parameters' meshes: a collective over these."""
+    """Both flags reduced over the ranks of the parameters' meshes: True if true on any rank.
+
+    A collective over these.
+    """
     nonzero, failed = each_on_any_rank(params, [nonzero, failed])
     return nonzero, failed
 
@@ -199,7 +202,7 @@ def each_on_any_rank(params: Iterable[Tensor], flags: list[bool]) -> list[bool]:
 def announce_failure(params: Iterable[Tensor]) -> None:
     """Take part in the other ranks' :func:`any_rank` as one that failed, so that they raise instead of waiting.
 
-    Without waiting for them, who may have failed elsewhere.
+    Does not wait for them: they may have failed elsewhere.
     """
     for mesh in meshes_of(params):
         for dim in range(mesh.ndim):
@@ -209,9 +212,9 @@ def announce_failure(params: Iterable[Tensor]) -> None:
 
 @contextmanager
 def failing_together(params: Collection[Tensor], elsewhere: str) -> Iterator[None]:
-    """Where the body fails on one rank of the parameters' meshes, raise on all: a collective over these meshes.
+    """If the body fails on one rank of the parameters' meshes, raise on all; a collective over these meshes.
 
-    Its own error there, FailedElsewhere with the text ``elsewhere`` on the others.
+    The failing rank raises its own error, the others FailedElsewhere with the text ``elsewhere``.
     """
     try:
         yield
@@ -223,27 +226,24 @@ def failing_together(params: Collection[Tensor], elsewhere: str) -> Iterator[Non
 
 
 def meshes_of(params: Iterable[Tensor]) -> list[DeviceMesh]:
-    """The meshes of all DTensors, each once, in the same order on all ranks.
-
-    Not those of other ranks alone, whose collectives are none of ours.
-    """
+    """The meshes of all DTensors that have this rank, each once, in the same order on all ranks."""
     meshes = dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))
     own = [mesh for mesh in meshes if mesh.get_coordinate() is not None]
     return sorted(own, key=mesh_order) if len(own) > 1 else own
 
 
 def by_mesh(params: Mapping[int, Tensor]) -> list[tuple[DeviceMesh | None, dict[int, Tensor]]]:
-    """Parameters, by their numbers, with the mesh that they are on: meshes in one order on all ranks."""
-    found: dict[DeviceMesh | None, dict[int, Tensor]] = {}
+    """Parameters, by their numbers, grouped by mesh; meshes in the same order on all ranks."""
+    groups: dict[DeviceMesh | None, dict[int, Tensor]] = {}
     for i, param in params.items():
-        found.setdefault(param.device_mesh if isinstance(param, DTensor) else None, {})[i] = param
-    return sorted(found.items(), key=lambda each: mesh_order(each[0]))
+        groups.setdefault(param.device_mesh if isinstance(param, DTensor) else None, {})[i] = param
+    return sorted(groups.items(), key=lambda each: mesh_order(each[0]))
 
 
 def mesh_order(mesh: DeviceMesh | None) -> tuple[tuple[str, ...], list[int]]:
-    """The sort key of meshes: the same order on all ranks, whatever their parameters' order.
+    """The sort key of meshes: the same on all ranks, whatever their parameters' order.
 
-    By names first, so that all ranks are at the same dim of a larger mesh. None, of plain tensors, comes first.
+    Names come first, so that all ranks are at the same dim of a larger mesh. None, for plain tensors, sorts first.
     """
     return ((), []) if mesh is None else (tuple(mesh.mesh_dim_names or ()), mesh.mesh.flatten().tolist())
 
@@ -251,8 +251,7 @@ def mesh_order(mesh: DeviceMesh | None) -> tuple[tuple[str, ...], list[int]]:
 def largest_on(mesh: DeviceMesh, numbers: list[int], limit: timedelta | None = None) -> list[int]:
     """The maximum of each number over the ranks of a mesh; a collective.
 
-    ``limit``: raise RuntimeError where the others do not take part within that time. The process groups are of no use
-    then.
+    ``limit``: raise RuntimeError if the others do not take part within that time. The process groups are unusable then.
     """
     reduced = torch.tensor(numbers, dtype=torch.int64, device=mesh.device_type)
     for dim in range(mesh.ndim):
@@ -264,11 +263,11 @@ def largest_on(mesh: DeviceMesh, numbers: list[int], limit: timedelta | None = N
 
 def gather_on(mesh: DeviceMesh, value: T) -> dict[int, T]:
     """The values of a mesh's ranks, by rank: a collective."""
-    found = {dist.get_rank(): value}
+    by_rank = {dist.get_rank(): value}
     for dim in range(mesh.ndim):
         group = mesh.get_group(dim)
-        found = {rank: each for own in gather(found, group=group) for rank, each in own.items()}
-    return dict(sorted(found.items()))
+        by_rank = {rank: each for own in gather(by_rank, group=group) for rank, each in own.items()}
+    return dict(sorted(by_rank.items()))
 
 
 def announce_on(mesh: DeviceMesh, numbers: list[int]) -> None:
@@ -279,7 +278,7 @@ def announce_on(mesh: DeviceMesh, numbers: list[int]) -> None:
 
 
 def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The process group of all ranks of a mesh. A collective over them where it has to be made, the first time."""
+    """The process group of all ranks of a mesh. If it has to be made, the first time, a collective over them."""
     if mesh.ndim == 1:
         return mesh.get_group()
     if mesh.size() == dist.get_world_size():
@@ -317,7 +316,7 @@ def parameter_names(model: torch.nn.Module) -> dict[Tensor, list[str]]:
 
 
 def tied_names(model: torch.nn.Module) -> list[list[str]]:
-    """The names of each parameter that several modules have. Flat ones of FSDP1 have several names in one module."""
+    """The names of each parameter that several modules have; not those of FSDP1's flat ones, which one module has."""
     found = model.named_parameters(remove_duplicate=False)
     modules: Counter[Tensor] = Counter(param for _, param in found)
     return [names for param, names in parameter_names(model).items() if modules[param] > 1]

@@ -1,4 +1,4 @@
-"""What the optimizer needs to know of DTensors, in one place: local parts, wrapping, where a shard lies globally."""
+"""DTensors as the optimizer needs them: local tensors, wrapping, and places of shards in the global tensor."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _MARKED = {
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The local tensor of this rank, without a copy: a plain tensor, or a quantized one of a quantized parameter."""
+    """The local tensor of this rank, without a copy: plain, or quantized for a quantized parameter."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     kind = type(local)
     if kind is Tensor or kind is torch.nn.Parameter:  # usually: this is called most of all
@@ -55,27 +55,30 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def held_attribute(kind: type) -> str | None:
-    """Where local tensors of this type hold the plain tensor that they only mark; None: they mark none."""
+    """The attribute in which local tensors of this type hold a plain tensor that they only mark;
+
+    None for other types.
+    """
     names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
     return next((_MARKED[name] for name in names if name in _MARKED), None)
 
 
 def finished_local(tensor: Tensor) -> Tensor:
-    """:func:`local_tensor` with memory of its own: that of an unfinished collective is waited for."""
+    """:func:`local_tensor`, after waiting for an unfinished collective."""
     local = local_tensor(tensor)
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor is more than its shape: not on the meta device and not of a FakeTensorMode."""
+    """True unless the tensor is only a shape: on the meta device or of a FakeTensorMode."""
     local = local_tensor(tensor)
     return not local.is_meta and not isinstance(local, FakeTensor)
 
 
 def is_dense(local: Tensor) -> bool:
-    """Whether a plain tensor's memory is its elements, one after the other.
+    """True if a plain tensor's memory is its elements in order.
 
-    Not so where torch negates lazily (``is_neg()``: imaginary parts of conjugates) or keeps zeros without memory.
+    False where torch negates lazily (``is_neg()``: imaginary parts of conjugates) or keeps zeros without memory.
     """
     return local.is_contiguous() and not local.is_neg() and not local._is_zerotensor()
 
@@ -105,9 +108,9 @@ def rewrap_shaped(local: Tensor, like: Tensor, shape: Iterable[int]) -> Tensor:
 
 
 class Portable(DTensor):
-    """A DTensor in host memory for other processes: torch pickles none whose local tensor is a view into a storage.
+    """A DTensor in host memory that can be pickled: torch refuses local tensors that are views into a storage.
 
-    With a copy of its mesh, whose tensors would be moved into shared memory otherwise.
+    It has a copy of its mesh, whose tensors would be moved into shared memory otherwise.
     """
 
     def __reduce_ex__(self, proto: Any) -> tuple[Any, ...]:
@@ -128,7 +131,7 @@ def _rebuild_portable(
 
 
 def _wrap(local: Tensor, like: DTensor, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
-    """DTensor.from_local would move ``local`` to the mesh's device."""
+    """``local`` as a DTensor on its own device; DTensor.from_local would move it to the mesh's."""
     spec = _spec(like.device_mesh, tuple(like.placements), shape, stride, local.dtype)
     return DTensor(local, spec, requires_grad=False)
 
@@ -141,7 +144,7 @@ def _spec(
 
 
 def sharding_dims(param: Tensor) -> tuple[int, ...]:
-    """The mesh dims that cut a parameter; none on a mesh of other ranks, whose collectives are not ours."""
+    """The mesh dims that shard a parameter; none on a mesh without this rank."""
     if not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is None:
         return ()
     sizes = param.device_mesh.shape
@@ -149,35 +152,35 @@ def sharding_dims(param: Tensor) -> tuple[int, ...]:
 
 
 def sharded_dim(placement: Placement) -> int | None:
-    """The dim of a tensor that a placement cuts, strided or not; None where it cuts none."""
+    """The tensor dim that a placement shards, strided or not; None if it shards none."""
     return placement.dim if isinstance(placement, Shard | _StridedShard) else None
 
 
 def is_strided(placement: Placement) -> bool:
-    """Whether it cuts what other placements have cut already."""
+    """True if the placement cuts shards of other placements."""
     return isinstance(placement, _StridedShard)
 
 
 def cut_by_rows(tensor: Tensor) -> bool:
-    """Whether every rank holds whole rows: at least two dims, of which at most the first is sharded."""
+    """True if every rank holds whole rows: at least two dims, of which at most the first is sharded."""
     if tensor.dim() < 2 or not isinstance(tensor, DTensor):
         return tensor.dim() >= 2
     return all(placement.is_replicate() or sharded_dim(placement) == 0 for placement in tensor.placements)
 
 
 def rewrap_rows(local: Tensor, like: Tensor) -> Tensor:
-    """:func:`rewrap_like` for a tensor whose rows are as many as those of ``like``, which is cut by rows."""
+    """:func:`rewrap_like` for a tensor with as many rows as ``like``, which is cut by rows."""
     return rewrap_shaped(local, like, (*like.shape[:1], *local.shape[1:]))
 
 
 def own_chunk(tensor: Tensor) -> ChunkStorageMetadata | None:
-    """Where its shard lies if the tensor itself says so: Megatron-FSDP's do, since their placements do not."""
+    """The place of the shard if the tensor itself says it, as Megatron-FSDP's do (placements do not); else None."""
     chunks: Callable[[], list[ChunkStorageMetadata]] | None = getattr(local_tensor(tensor), _CHUNK_LIST, None)
     return None if chunks is None else chunks()[0]
 
 
 def has_own_chunks(tensor: Tensor) -> bool:
-    """Whether :func:`own_chunk` knows."""
+    """True if :func:`own_chunk` knows the place."""
     return hasattr(local_tensor(tensor), _CHUNK_LIST)
 
 
@@ -200,12 +203,12 @@ def set_chunks(
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole tensor, gathered where it is a DTensor: a collective."""
+    """The whole tensor; a collective if it is a DTensor."""
     return _on_mesh(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _on_mesh(tensor: DTensor) -> DTensor:
-    """Collectives need an offloaded DTensor on the device of its mesh."""
+    """The tensor on the device of its mesh, which collectives need of an offloaded one."""
     return cast(DTensor, tensor.to(tensor.device_mesh.device_type))
 
 
@@ -225,10 +228,10 @@ def placed_part(value: Tensor, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where the elements of a local shard lie in the global tensor, and how they are cut into blocks.
+    """Places of a local shard's elements in the global tensor, and the size of blocks.
 
     Global index of local element i: ``offset + (i // inner_local) * inner_global + i % inner_local``.
-    ``block`` is 0 where states stay FP32 because no block fits.
+    ``block`` is 0 if states stay FP32 because no block fits.
     """
 
     numel: int
@@ -261,9 +264,9 @@ class Geometry:
         return replace(part, inner_local=part.numel, inner_global=part.numel) if inside_a_row else part
 
     def cuts(self, most: int) -> list[int]:
-        """Where to cut into parts of up to ``most`` elements: of one row, or whole rows. Blocks stay whole.
+        """Boundaries, from 0 to ``numel``, of parts of up to ``most`` elements: of one row, or whole rows.
 
-        From 0 to ``numel``. Parts are larger where rows or the smallest cut, ``_CUT``, are.
+        Blocks stay whole. Parts are larger if rows or the smallest cut, ``_CUT``, are.
         """
         consecutive, block = self.inner_local >= self.numel, self.block or 1
         rows = math.lcm(self.inner_local, block)
@@ -285,7 +288,7 @@ def _even_part(length: int, most: int, unit: int) -> int:
 
 
 def shard_geometry(param: Tensor) -> Geometry:
-    """The geometry of a parameter's local shard; every rank decides about blocks from the global shape alone."""
+    """The geometry of a parameter's local shard; blocks are chosen from the global shape, so ranks agree."""
     local = local_tensor(param)
     block = _block_size(tuple(param.shape), _possible_rows(param))
     if not isinstance(param, DTensor):
@@ -304,7 +307,7 @@ def shard_geometry(param: Tensor) -> Geometry:
 
 
 def shard_offsets(param: DTensor) -> Sequence[int]:
-    """Where the local shard starts in every dim."""
+    """The start of the local shard in every dim."""
     chunk = own_chunk(param)
     if chunk is not None:
         return chunk.offsets
@@ -314,10 +317,10 @@ def shard_offsets(param: DTensor) -> Sequence[int]:
 def placed_part_of(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of this rank's shard and where it begins, by placements alone.
+    """(shape, offsets) of this rank's shard, by placements only.
 
     torch counts through whole dims of strided shards, for a third of a second on thousands of ranks; parameters of a
-    model have few shapes.
+    model have few shapes, so results are cached.
     """
     at = tuple(mesh.get_coordinate() or ())
     return _placed_part_of(tuple(shape), mesh, tuple(placements), at)
@@ -327,7 +330,7 @@ def placed_part_of(
 def _placed_part_of(
     shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...], at: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """``at``: a mesh is equal to those of other ranks."""
+    """:func:`placed_part_of`, cached. ``at``: this rank's coordinate: a mesh equals those of other ranks."""
     local, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     return tuple(local), tuple(offsets)
 
@@ -336,21 +339,21 @@ def placed_parts_of(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """:func:`placed_part_of` for every rank of the mesh, in its order."""
-    found: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    by_cut: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
     parts = []
     for at in itertools.product(*map(range, mesh.shape)):
         cut = tuple(0 if p.is_replicate() else i for i, p in zip(at, placements, strict=True))
-        if cut not in found:
+        if cut not in by_cut:
             local, offsets = _compute_local_shape_and_global_offset(tuple(shape), mesh.shape, list(cut), placements)
-            found[cut] = tuple(local), tuple(offsets)
-        parts.append(found[cut])
+            by_cut[cut] = tuple(local), tuple(offsets)
+        parts.append(by_cut[cut])
     return parts
 
 
 def shard_ranges(
     shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement], dim: int
 ) -> tuple[tuple[int, int], ...]:
-    """Where the shards of all ranks that have elements begin and end in a dim, by placements alone."""
+    """(start, end) in a dim of all shards that have elements, by placements only."""
     cutting = [
         (is_strided(placement), ranks)
         for ranks, placement in zip(mesh.shape, placements, strict=True)
@@ -362,15 +365,15 @@ def shard_ranges(
 
 @functools.cache
 def _ranges(size: int, ranks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    found = [(0, size)]
+    ranges = [(0, size)]
     for count in ranks:
-        found = [
+        ranges = [
             (start + at, min(start + at + chunk, end))
-            for start, end in found
+            for start, end in ranges
             for chunk in [max(-(-(end - start) // count), 1)]
             for at in range(0, end - start, chunk)
         ]
-    return tuple(found)
+    return tuple(ranges)
 
 
 def _block_size(shape: tuple[int, ...], rows: Iterable[int]) -> int:
@@ -381,7 +384,7 @@ def _block_size(shape: tuple[int, ...], rows: Iterable[int]) -> int:
 
 
 def largest_shard(param: Tensor) -> int:
-    """How many elements of a parameter a rank holds at most, by placements alone."""
+    """The number of elements in the largest shard of a parameter, by placements only."""
     sizes = list(param.shape)
     if isinstance(param, DTensor):
         for ranks, placement in zip(param.device_mesh.shape, param.placements, strict=True):

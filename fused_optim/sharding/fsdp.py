@@ -1,4 +1,4 @@
-"""What FSDP2 keeps of a parameter beside the module's own: brought up to date where others take their places."""
+"""FSDP2's own record of parameters, updated when others take their places."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def reshard(model: nn.Module) -> None:
-    """Put the sharded parameters in their places, whose gathered ones FSDP2 may have left there.
+    """Put the sharded parameters back into their modules, where FSDP2 may have left gathered ones.
 
     Raises RuntimeError, before anything is changed, while gradients wait to be reduced.
     """
@@ -25,7 +25,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def follow_replaced(model: nn.Module) -> None:
-    """Let FSDP2 gather the parameters that now are in the modules; what it made of the earlier ones is dropped."""
+    """Let FSDP2 gather the parameters that now are in the modules, and drop what it made of the earlier ones."""
     for kept in _kept(model):
         before = kept.sharded_param
         kept.reset_sharded_param()  # as after load_state_dict(assign=True)

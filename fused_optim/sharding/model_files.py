@@ -38,7 +38,7 @@ class Entry:
 
 
 def check_gathered(name: str, tensor: Tensor) -> None:
-    """Raise TypeError for a tensor of which no whole one can be had."""
+    """Raise TypeError for a tensor that cannot be gathered."""
     if has_own_chunks(tensor):  # gathering goes by placements, and would mix up rows
         raise TypeError(f"{name}: shards with chunk lists of their own are not gathered")
 
@@ -57,16 +57,17 @@ def write_model_files(folder: Path, entries: Mapping[str, Entry], doing: str) ->
     held = gather({name: dict(entry.sizes) for name, entry in entries.items()})
     sizes = {name: of_entry for of_rank in held for name, of_entry in of_rank.items()}
     owners = _share_out({name: sum(of_entry.values()) for name, of_entry in sizes.items()}, held)
-    files = _file_names(owners)
-    own: dict[str, Tensor] = {}
+    writers = sorted(set(owners.values()))
+    files = dict(zip(writers, numbered_files(STEM, len(writers)), strict=True))  # by rank
+    tensors: dict[str, Tensor] = {}
     held_at: set[int] = set()
     for entry_name, entry in entries.items():
         whole = entry.read()
         if owners[entry_name] == this_rank():
             for key, value in whole.items():
                 kept = value.cpu().contiguous()
-                own[key] = kept.clone() if kept.data_ptr() in held_at else kept  # a tied tensor has several names
-                held_at.add(own[key].data_ptr())
+                tensors[key] = kept.clone() if kept.data_ptr() in held_at else kept  # a tied tensor has several names
+                held_at.add(tensors[key].data_ptr())
 
     name = files.get(this_rank(), "")  # empty where there are more ranks than entries
     temporary = folder / f".{name}.tmp"
@@ -74,7 +75,7 @@ def write_model_files(folder: Path, entries: Mapping[str, Entry], doing: str) ->
         with on_all_ranks(doing):
             if name:
                 temporary.unlink(missing_ok=True)  # it might be a link, which is not followed
-                safetensors_writer(doing)(own, temporary)
+                safetensors_writer(doing)(tensors, temporary)
             if this_rank() == 0:  # an older export is not to be taken for this one
                 (folder / INDEX).unlink(missing_ok=True)
         with on_all_ranks(doing):
@@ -130,18 +131,13 @@ def _share_out(sizes: Mapping[str, int], held: Sequence[Collection[str]]) -> dic
     return owners
 
 
-def _file_names(owners: Mapping[str, int]) -> dict[int, str]:
-    writers = sorted(set(owners.values()))
-    return dict(zip(writers, numbered_files(STEM, len(writers)), strict=True))
-
-
 def numbered_files(stem: str, count: int) -> list[str]:
-    """The names of the files that an index is written of."""
+    """The file names that an index refers to."""
     return [f"{stem}-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)]
 
 
 def write_index(folder: Path, stem: str, weight_map: Mapping[str, str], total: int) -> None:
-    """The file of each key, and the bytes of all."""
+    """Write the index: the file of each key, and the bytes of all."""
     write_json(folder / f"{stem}{INDEX_SUFFIX}", {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 

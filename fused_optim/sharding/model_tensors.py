@@ -1,7 +1,7 @@
-"""What a model's tensors are called, in it and in files: inside of wrappers, under each of their names, as others read.
+"""Names of a model's tensors, in the model and in files: inside of wrappers, under all of their names.
 
 Hugging Face transformers keeps the weights of a layer's experts in one parameter and writes a tensor per expert, as
-inference servers read them. It says itself what it makes of a state dict: elements are moved, and none is changed.
+inference servers read them. It converts a state dict itself: elements are moved, and none is changed.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def tensor_names(model: nn.Module) -> dict[Tensor, list[str]]:
 
 
 def parameter_holders(model: nn.Module) -> dict[Tensor, list[Holder]]:
-    """Every place where a parameter is: tied ones, and those of modules that are there several times, have more."""
-    found: dict[Tensor, list[Holder]] = {}
+    """All holders of each parameter: tied ones, and those of modules that appear several times, have more than one."""
+    holders: dict[Tensor, list[Holder]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for key, param in module._parameters.items():
             if param is not None:
                 name = state_name(model, f"{path}.{key}" if path else key)
-                found.setdefault(param, []).append(Holder(name.rpartition(".")[0], path, module, key))
-    return found
+                holders.setdefault(param, []).append(Holder(name.rpartition(".")[0], path, module, key))
+    return holders
 
 
 # --- in files -----------------------------------------------------------------------------------------------------
@@ -66,10 +66,10 @@ class FileTensors:
     are_views: bool = False
 
     def rows(self, shape: torch.Size) -> dict[str, Tensor | None] | None:
-        """Which rows each tensor in files has of the one in the model, as a matrix; by name. None for all, in order.
+        """By name in files: the rows of the model's tensor, as a matrix, in the file's tensor; None for all, in order.
 
-        Indices (int64), in the shape of the tensor without its last dim. Nothing where tensors in files consist of
-        other parts than whole rows, or of several tensors.
+        Indices (int64), in the shape of the file's tensor without its last dim. None altogether if the files' tensors
+        have other parts than whole rows, or parts of several tensors.
         """
         if self.new_name is not None:
             return {self.new_name: None}
@@ -79,16 +79,16 @@ class FileTensors:
         one_expert = [1, *lead[1:]] if len(lead) > 1 else lead  # which stands for the others
         order = torch.arange(columns, dtype=torch.int32)
         try:
-            found = self._of(torch.arange(shape[:-1].numel()).view(*lead, 1))
+            numbers = self._of(torch.arange(shape[:-1].numel()).view(*lead, 1))
             whole = self._of(torch.empty(shape, device="meta"))
             ordered = self._of(order.expand(*one_expert, columns))
         except (RuntimeError, ValueError, IndexError):  # of operations on the last dim, which has one element here
             return None
-        if any(found[name].shape != (*value.shape[:-1], 1) for name, value in whole.items()):
+        if any(numbers[name].shape != (*value.shape[:-1], 1) for name, value in whole.items()):
             return None
         if any(value.shape[-1] != columns or not (value == order).all() for value in ordered.values()):
             return None
-        return {name: value.squeeze(-1) for name, value in found.items()}
+        return {name: value.squeeze(-1) for name, value in numbers.items()}
 
     def empty(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """The tensors in files without memory, in ``dtype`` if given."""
@@ -105,16 +105,16 @@ def file_tensors(model: nn.Module, shapes: Shapes, experts: Collection[str] = ()
     ``experts``: names of tensors with an expert per entry of dim 0, which become one tensor per expert if transformers
     does not know them.
     """
-    found: list[FileTensors] = []
+    files: list[FileTensors] = []
     left = dict(shapes)
     for prefix, root in _transformers_models(model):
-        own = {name: left.pop(name) for name in list(left) if name.startswith(prefix)}
-        found += _Reverting(prefix, root).file_tensors(own)
-    return found + [_per_expert(name) if name in experts else _renamed(name, name) for name in left]
+        of_root = {name: left.pop(name) for name in list(left) if name.startswith(prefix)}
+        files += _Reverting(prefix, root).file_tensors(of_root)
+    return files + [_per_expert(name) if name in experts else _renamed(name, name) for name in left]
 
 
 def linear_experts(model: nn.Module, name: str) -> FileTensors | None:
-    """Llama 4's experts as linear layers, which transformers makes of them where it reads compressed-tensors.
+    """Llama 4's experts as linear layers, as transformers makes them when it reads compressed-tensors.
 
     In the model ``gate_up_proj`` and ``down_proj`` have inputs in their rows. None for other tensors.
     """
@@ -140,7 +140,7 @@ def linear_experts(model: nn.Module, name: str) -> FileTensors | None:
 
 
 def names_to_write(model: nn.Module, names: list[str]) -> list[str]:
-    """The first name of a tensor, and those that transformers would not tie to it by itself when it loads a model."""
+    """The first name of a tensor, and others that transformers would not tie to it by itself when it loads a model."""
     more = set()
     for prefix, root in _transformers_models(model):
         tied = {f"{prefix}{name}" for pair in root.all_tied_weights_keys.items() for name in pair}
@@ -149,12 +149,12 @@ def names_to_write(model: nn.Module, names: list[str]) -> list[str]:
 
 
 def _per_expert(name: str) -> FileTensors:
-    """``experts.w1``, or ``experts.w1.weight``: ``experts.0.w1.weight``, ``experts.1.w1.weight``, ..."""
-    parent, _, own = f".{name}".removesuffix(".weight").removeprefix(".").rpartition(".")
+    """A tensor per expert: ``experts.w1``, or ``experts.w1.weight``, becomes ``experts.0.w1.weight`` and so on."""
+    parent, _, layer = f".{name}".removesuffix(".weight").removeprefix(".").rpartition(".")
 
     def convert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         parts = enumerate(tensors[name].unbind(0))
-        return {".".join(filter(None, (parent, str(at), own, "weight"))): part for at, part in parts}
+        return {".".join(filter(None, (parent, str(at), layer, "weight"))): part for at, part in parts}
 
     return FileTensors((name,), convert)
 
@@ -163,19 +163,19 @@ def _per_expert(name: str) -> FileTensors:
 
 
 def _transformers_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The outermost models of transformers 5 within a model, and what their names begin with in it."""
+    """(prefix of its names in the model, module) of the outermost models of transformers 5."""
     modeling, loading = (sys.modules.get(f"transformers.{name}") for name in ("modeling_utils", "core_model_loading"))
     if modeling is None or loading is None:
         return
-    found: list[str] = []
+    prefixes: list[str] = []
     for path, module in model.named_modules():
         key = next((key for key, _ in module.named_parameters()), None)
         if not isinstance(module, modeling.PreTrainedModel) or key is None:
             continue
         full = state_name(model, f"{path}.{key}" if path else key)
         prefix = full.removesuffix(state_name(module, key))
-        if not any(prefix.startswith(outer) for outer in found):
-            found.append(prefix)
+        if not any(prefix.startswith(outer) for outer in prefixes):
+            prefixes.append(prefix)
             yield prefix, module
 
 
@@ -208,7 +208,7 @@ class _Reverting:
             yield FileTensors(tuple(together), self)
 
     def _is_whole(self, name: str, value: Tensor, whole: Mapping[str, Tensor]) -> bool:
-        """Whether it becomes the same alone as with all the others: it is not joined with them."""
+        """True if a tensor is not joined with others: alone it becomes the same."""
         try:
             alone = self({name: value})
         except Exception:  # of any operation that misses the others
@@ -217,7 +217,7 @@ class _Reverting:
 
     @contextmanager
     def _without_quantizer(self) -> Iterator[None]:
-        """Without conversions of a quantizer that the model was loaded by, which would quantize what is written."""
+        """Hide conversions of a quantizer that the model was loaded by, which would quantize the written values."""
         attributes, key = vars(self.root), "_weight_conversions"
         known = attributes.get(key) or ()
         operations = [op for each in known if isinstance(each, self.loading.WeightConverter) for op in each.operations]

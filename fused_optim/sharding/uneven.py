@@ -1,4 +1,4 @@
-"""Finds out where the shards of unevenly cut DTensors lie, which their placements do not say.
+"""Places of the shards of unevenly cut DTensors, which their placements do not say.
 
 Megatron-FSDP cuts its buffers where it suits it. It tells torch.distributed.checkpoint of the rows that each rank holds
 by two functions on the local tensor, but the parameters that it hands to an optimizer are copies that lack them.
@@ -72,7 +72,7 @@ def _is_uneven(param: DTensor) -> bool:
 
 
 def _locate(mesh: DeviceMesh, order: tuple[int, ...], params: list[DTensor]) -> None:
-    """Offsets are sums over the ranks before this one, from the innermost cut to the outermost."""
+    """Set chunk lists. Offsets are sums over the ranks before this one, from the innermost cut to the outermost."""
     sizes = [list(local_tensor(param).shape) for param in params]
     offsets = [[0] * param.dim() for param in params]
     for mesh_dim in order:
@@ -92,8 +92,10 @@ def _locate(mesh: DeviceMesh, order: tuple[int, ...], params: list[DTensor]) -> 
 
 
 def _innermost_first(param: DTensor) -> tuple[int, ...]:
-    """Megatron-FSDP cuts last by the mesh's first dim, or says in which order; strided placements say that they were
-    cut last."""
+    """The mesh dims from the innermost cut to the outermost.
+
+    Megatron-FSDP cuts last by the mesh's first dim, or notes its order; strided placements were cut last.
+    """
     said = _cut_order(param)
     if said is not None:
         return tuple(reversed(said))

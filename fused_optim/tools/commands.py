@@ -135,11 +135,11 @@ def _add_plan(commands: Commands) -> None:
 
 
 def _plan(args: Arguments) -> int:
-    from fused_optim.tools.plan import number_of, of_config, of_number, plan
+    from fused_optim.tools.plan import number_of, plan, shapes_of_config, shapes_of_size
 
     if args.params is not None and args.algorithm == "muon":
         raise ValueError("params: which parameters are under Muon depends on their names: give --hf-config")
-    shapes = of_number(number_of(args.params)) if args.params is not None else of_config(args.hf_config)
+    shapes = shapes_of_size(number_of(args.params)) if args.params is not None else shapes_of_config(args.hf_config)
     names = ("world_size", "param_dtype", "state_dtype", "master_bits", "algorithm")
     _show(plan(shapes, **{name: getattr(args, name) for name in names}), args.json)
     return 0

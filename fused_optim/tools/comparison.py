@@ -22,7 +22,10 @@ _EXAMPLES = 10
 
 
 class Comparison(dict[str, Any]):
-    """``same``; ``only_first``, ``only_second``: what the other lacks; ``different``: by tensor; ``settings``."""
+    """Differences of two checkpoints; ``str()`` of it is for people.
+
+    ``same``; ``only_first``, ``only_second``: names the other lacks; ``different``: text by tensor; ``settings``.
+    """
 
     def __str__(self) -> str:
         lines = [f"{self['first']} and {self['second']}:"]
@@ -43,15 +46,15 @@ def compare_checkpoints(first: PathLike, second: PathLike, *, model: PathLike | 
     sources = [open_checked(path) for path in (first, second)]
     weights = None if model is None else open_checked(model)
     optimizers = [read_optimizer(source, weights) for source in sources]
-    tensors = [dict(_tensors(*each)) for each in zip(sources, optimizers, strict=True)]
+    tensors = [dict(_tensors(*pair)) for pair in zip(sources, optimizers, strict=True)]
     shared = [name for name in tensors[0] if name in tensors[1]]
     different: dict[str, str] = {}
     for name in progress(shared, "comparing", lambda name: 1):
         one, other = (side[name] for side in tensors)
         if one[0] != other[0]:
             different[name] = f"shapes {one[0]} and {other[0]}"
-        elif (found := Difference.of(one[1](), other[1]())).different:
-            different[name] = str(found)
+        elif (difference := Difference.between(one[1](), other[1]())).different:
+            different[name] = str(difference)
     settings = _different_settings(*optimizers)
     only = [[name for name in tensors[i] if name not in tensors[1 - i]] for i in (0, 1)]
     return Comparison(
@@ -68,7 +71,7 @@ def compare_checkpoints(first: PathLike, second: PathLike, *, model: PathLike | 
 
 
 def _tensors(source: Source, optimizer: SavedOptimizer | None) -> Iterator[tuple[str, _Readable]]:
-    """By name: parameters and states by the parameters' names, all else by key."""
+    """(name, how to read it) of all tensors: parameters and states by the parameters' names, others by key."""
     if optimizer is not None:
         positions = {name for id_, name in optimizer.names.items() if optimizer.contents.is_numbered and name == id_}
         for name, states in optimizer.states.items():
@@ -90,8 +93,8 @@ def _different_settings(first: SavedOptimizer | None, second: SavedOptimizer | N
 
 
 def _settings(optimizer: SavedOptimizer) -> dict[str, str]:
-    """Of all param groups, as text."""
+    """The settings of all param groups, as text."""
     groups = groups_of(optimizer)
     keys = {key: None for group in groups for key in group if key not in ("parameters", *DESCRIPTION)}
-    found = {key: ", ".join(dict.fromkeys(str(group.get(key)) for group in groups)) for key in keys}
-    return {**found, "step": ", ".join(map(str, steps_of(optimizer)))}
+    settings = {key: ", ".join(dict.fromkeys(str(group.get(key)) for group in groups)) for key in keys}
+    return {**settings, "step": ", ".join(map(str, steps_of(optimizer)))}

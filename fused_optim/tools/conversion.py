@@ -42,7 +42,10 @@ from fused_optim.tools.torch_muon import is_muons, muon_group, muon_states, our_
 
 @dataclass(frozen=True)
 class _Wanted:
-    """``formats``: dtypes by the states' options; None: as in the source, for ``master`` likewise."""
+    """The requested target. ``formats``: dtypes by the states' options;
+
+    None: as in the source; the same for ``master``.
+    """
 
     layout: Layout
     formats: Mapping[str, torch.dtype | None]
@@ -144,21 +147,21 @@ class _Conversion:
             write_folder(_with_progress(self._entries()), folder)
 
     def _masters(self) -> dict[str, Entry]:
-        """Of parameters without master the parameters themselves, in FP32."""
-        found: dict[str, Entry] = {}
+        """Entries of the FP32 masters; for parameters without master, of the parameters in FP32."""
+        entries: dict[str, Entry] = {}
         for name in self._optimizer.names.values():
             state = self._optimizer.states.get(name, {}).get(MASTER)
             weight = self._optimizer.weights.get(name)
             if state is not None:
-                found[name] = Entry((name,), state.values, TensorInfo(state.shape, torch.float32))
+                entries[name] = Entry((name,), state.values, TensorInfo(state.shape, torch.float32))
             elif weight is not None:
-                found[name] = Entry((name,), weight.values, TensorInfo(weight.info.shape, torch.float32))
+                entries[name] = Entry((name,), weight.values, TensorInfo(weight.info.shape, torch.float32))
             else:
                 raise ValueError(f"{name}: neither its master nor itself is there; give the model's checkpoint, too")
-        return found
+        return entries
 
     def _entries(self) -> dict[str, Entry]:
-        """All of the target, by flat key."""
+        """All entries of the target, by flat key."""
         self._check_numbers()
         entries = self._others()
         for name, states in self._optimizer.states.items():
@@ -181,7 +184,7 @@ class _Conversion:
         return self._contents.prefix + ".".join(place), replace(entry, place=(*before, *inner))
 
     def _others(self) -> dict[str, Entry]:
-        """What is beside the optimizer's states, and goes with them."""
+        """Entries of everything else in the source, which is copied."""
         own = self._contents.state_keys
         return {
             key: Entry(self._source.place(key), partial(self._source.value, key), info)
@@ -209,8 +212,10 @@ class _Conversion:
             raise ValueError(f"{name}: {where} lacks its {' and '.join(lacking)}")
         is_muon = is_muons(self._group_of(name))
         if self._wanted.layout == "torch" and specs != ADAM.states and not is_muon:
-            found = " and ".join(spec.name for spec in specs)
-            raise ValueError(f"{name}: {where} has its {found}, and 'torch' is torch.optim.AdamW's and Muon's layout")
+            states_found = " and ".join(spec.name for spec in specs)
+            raise ValueError(
+                f"{name}: {where} has its {states_found}, and 'torch' is torch.optim.AdamW's and Muon's layout"
+            )
         if self._wanted.layout == "torch" and is_muon and len(states[specs[0].name].shape) != 2:
             raise ValueError(
                 f"{name}: torch.optim.Muon takes parameters with two dims only, so it cannot continue this run"
@@ -219,7 +224,7 @@ class _Conversion:
             raise ValueError(f"{name}: {where} has its states but no step, neither its own nor its param group's")
 
     def _check_numbers(self) -> None:
-        """torch.optim.Muon and AdamW are two optimizers, which share a state dict by names alone."""
+        """Raise ValueError for numbered parameters of Muon and AdamW, which share a state dict by names only."""
         kinds = {*map(is_muons, self._contents.settings.values())}
         if self._wanted.layout == "torch" and self._contents.is_numbered and len(kinds) > 1:
             raise ValueError(
@@ -228,14 +233,17 @@ class _Conversion:
             )
 
     def _formats(self, name: str, states: Mapping[str, SavedState]) -> dict[StateSpec, torch.dtype]:
-        """Of its states: what is asked for, what the run was asked for, or what is there; FP32 in other forms."""
+        """Formats of a parameter's states: the requested one, the run's option, or the stored one;
+
+        FP32 in other layouts.
+        """
         settings = self._group_of(name)
-        found = dict.fromkeys(rule_of(settings).states, torch.float32)
-        for spec in found if self._wanted.layout == "native" else ():
+        formats = dict.fromkeys(rule_of(settings).states, torch.float32)
+        for spec in formats if self._wanted.layout == "native" else ():
             chosen = self._wanted.formats[spec.option] or as_dtype(settings.get(spec.option))
             chosen = chosen or as_dtype(states[spec.name].format)
-            found[spec] = chosen if chosen in STATE_FORMATS else torch.float32
-        return found
+            formats[spec] = chosen if chosen in STATE_FORMATS else torch.float32
+        return formats
 
     def _master(self, name: str, states: Mapping[str, SavedState]) -> Master:
         if MASTER not in states or self._wanted.layout == "torch":
@@ -256,7 +264,7 @@ class _Conversion:
         return chosen if plain else Master.FLOAT32
 
     def _replace_weight(self, entries: dict[str, Entry], name: str, encoded: Encoded) -> None:
-        """Remainders are beside the parameter that they were split from, also where that was rounded differently."""
+        """Write the parameter that new remainders were split from, even if the source's was rounded differently."""
         weight = self._optimizer.weights.get(name)
         if encoded.master.is_remainder and weight is not None and weight.source is self._source:
             entries[weight.key] = replace(entries[weight.key], read=encoded.parameter)
@@ -264,7 +272,7 @@ class _Conversion:
     # --- param groups -------------------------------------------------------------------------------------------
 
     def _groups(self) -> Iterator[tuple[Place, Any]]:
-        """As the source has them, numbered or by parameter."""
+        """(place, value) of the settings, numbered or by parameter as in the source."""
         for number, ids in enumerate(self._contents.order):
             for key, value in self._settings(ids).items():
                 yield ("param_groups", str(number), key), value
@@ -277,30 +285,30 @@ class _Conversion:
                 yield ("param_groups", id_, key), value
 
     def _settings(self, ids: list[str]) -> dict[str, Any]:
-        found = self._contents.settings.get(ids[0], {}) if ids else {}
-        given = {key: value for key, value in found.items() if key not in NOT_SETTINGS}
-        names = {"param_names": found["param_names"]} if "param_names" in found else {}
-        if self._wanted.layout == "torch" and is_muons(found):
+        saved = self._contents.settings.get(ids[0], {}) if ids else {}
+        given = {key: value for key, value in saved.items() if key not in NOT_SETTINGS}
+        names = {"param_names": saved["param_names"]} if "param_names" in saved else {}
+        if self._wanted.layout == "torch" and is_muons(saved):
             return muon_group(given) | names
         if self._wanted.layout == "torch":
             group = {"bias_correction": True, **{key: value for key, value in given.items() if key != ALGORITHM}}
             return torch_group(group, bool(given.get("decoupled_weight_decay", True))) | names
-        given = our_group(given) if is_muons(found) else given
-        older = {"bias_correction": True} if rule_of(found) == ADAM else {}
+        given = our_group(given) if is_muons(saved) else given
+        older = {"bias_correction": True} if rule_of(saved) == ADAM else {}
         step = max((self._steps[id_] for id_ in ids if id_ in self._steps), default=0)
         kept = {**older, **without_adamws_keys(given), **names, STEP: step}
-        flags = int(found.get("fused_optim_native", 0))  # rounding goes on as it was
+        flags = int(saved.get("fused_optim_native", 0))  # rounding goes on as it was
         keyed = bool(flags & KEYED_BY_NAMES)
         return saved_group(kept, self._dtypes(ids, given), DESCRIPTION, native=self._packs, keyed=keyed)
 
     def _dtypes(self, ids: list[str], given: Mapping[str, Any]) -> dict[str, Any]:
         """The formats that a group asks for."""
-        found = self._contents.settings.get(ids[0], {}) if ids else {}
+        settings = self._contents.settings.get(ids[0], {}) if ids else {}
         with_states = [name for name in map(self._optimizer.names.__getitem__, ids) if name in self._optimizer.states]
         if with_states and self._wanted.layout == "native":
             chosen = self._formats(with_states[0], self._optimizer.states[with_states[0]])
             return {spec.option: dtype for spec, dtype in chosen.items()}
-        return {spec.option: given.get(spec.option, torch.float32) for spec in rule_of(found).states}
+        return {spec.option: given.get(spec.option, torch.float32) for spec in rule_of(settings).states}
 
 
 def _itself(value: Any) -> Any:

@@ -44,7 +44,7 @@ class Encoded:
         self._form = form
 
     def entries(self) -> Iterator[tuple[Place, Entry]]:
-        """What is to be written, by its place in the parameter's states. Nothing is read yet."""
+        """Entries to write, by place in the parameter's states. Nothing is read yet."""
         created = self._created("meta")
         for place, value in _flat(self._form(created)):
             if not isinstance(value, Tensor):
@@ -58,20 +58,20 @@ class Encoded:
         return self._states[place[0]].values if self._is_plain(place, created) else partial(self._value, place)
 
     def _is_plain(self, place: Place, created: ParamState) -> bool:
-        """Whether it is kept in FP32, so that it can be read without the parameter's other states."""
+        """True if the state is kept in FP32, so that it can be read without the parameter's other states."""
         (name, *_) = place
         if name == MASTER:
             return self.master is Master.FLOAT32
         return name in self._states and created.stored(name).format == FLOAT32
 
     def parameter(self) -> Tensor:
-        """As it belongs to the master."""
+        """The BF16 parameter that belongs to the master."""
         created = self._created("cpu")
         created.write_master(self._states[MASTER].values())
         return created.param
 
     def values(self) -> dict[Place, Any]:
-        """All states, by place."""
+        """All states by place, read and encoded."""
         created = self._created("cpu")
         for spec in self._specs:
             created.write(spec.name, self._states[spec.name].values())
@@ -92,12 +92,12 @@ class Encoded:
 
 @functools.lru_cache(maxsize=1)
 def _values_of(encoded: Encoded) -> dict[Place, Any]:
-    """The last one's are kept: they are written one after the other."""
+    """All values of a parameter. The last parameter's are kept: its entries are written one after the other."""
     return encoded.values()
 
 
 def forget() -> None:
-    """Free what is kept."""
+    """Free the last parameter's values."""
     _values_of.cache_clear()
 
 

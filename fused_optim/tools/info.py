@@ -12,7 +12,7 @@ from fused_optim.torch_versions import RELEASES
 
 
 def info() -> str:
-    """Which backends exist here, and why one does not."""
+    """Describe the installed versions, the backends that exist here, and why others do not."""
     lines = [f"fused_optim {fused_optim.__version__}, torch {torch.__version__}"]
     if ".".join(torch.__version__.split(".")[:2]) not in RELEASES:
         lines[0] += f", which was not tried: known are {RELEASES[0]} to {RELEASES[-1]}"
@@ -31,7 +31,7 @@ def info() -> str:
 
 
 def _gpus() -> str:
-    """Those that torch sees, and why the engine does not update what is on them; or why there is none."""
+    """The GPUs that torch sees, and why the engine does not update their tensors; or why there are none."""
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     if names:
         problem = "" if forced_backend() else why_reference("cuda")

@@ -1,4 +1,4 @@
-"""``python -m fused_optim inspect``: what a checkpoint holds."""
+"""``python -m fused_optim inspect``: the contents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _EXAMPLES = 5
 
 
 class Report(dict[str, Any]):
-    """What a checkpoint holds: numbers, texts, lists and dicts of these. ``str()`` of it is for people.
+    """Contents of a checkpoint: numbers, texts, lists and dicts of these. ``str()`` of it is for people.
 
-    ``kind``: the files; ``layout``: who writes such states; ``ranks``: that wrote it; ``steps``, ``groups``: of the
-    optimizer; ``formats``: a row for each mix; ``checksums``; ``parameters``: by name, with the states of each;
+    ``kind``: the files; ``layout``: the writer of such states; ``ranks``: how many wrote it; ``steps``, ``groups``: of
+    the optimizer; ``formats``: a row for each mix; ``checksums``; ``parameters``: by name, with the states of each;
     ``others``: tensors that belong to neither, by key; ``not_finite``: names of tensors with NaN or infinite values.
     """
 
@@ -73,8 +73,8 @@ def inspect_checkpoint(path: PathLike, *, model: PathLike | None = None, values:
     report["formats"] = _formats(report["parameters"])
     report["not_finite"] = [
         name
-        for name, found in _all_tensors(report)
-        if "values" in found and found["values"]["nan"] + found["values"]["infinite"]
+        for name, row in _all_tensors(report)
+        if "values" in row and row["values"]["nan"] + row["values"]["infinite"]
     ]
     return report
 
@@ -84,13 +84,13 @@ def steps_of(optimizer: SavedOptimizer) -> list[int]:
 
 
 def groups_of(optimizer: SavedOptimizer) -> list[dict[str, Any]]:
-    """Settings that are alike, with the number of parameters that have them."""
-    found: dict[str, dict[str, Any]] = {}
+    """Distinct settings, each with the number of parameters that have them."""
+    groups: dict[str, dict[str, Any]] = {}
     for settings in optimizer.contents.settings.values():
         shown = {key: _plain(value) for key, value in settings.items() if key not in NOT_SETTINGS}
-        counted = found.setdefault(json.dumps(shown, sort_keys=True), {"parameters": 0, **shown})
+        counted = groups.setdefault(json.dumps(shown, sort_keys=True), {"parameters": 0, **shown})
         counted["parameters"] += 1
-    return list(found.values())
+    return list(groups.values())
 
 
 def _plain(value: Any) -> Any:
@@ -103,7 +103,7 @@ def _plain(value: Any) -> Any:
 
 def _parameters(optimizer: SavedOptimizer, values: bool) -> dict[str, Any]:
     names = [*optimizer.states, *(name for name in optimizer.weights if name not in optimizer.states)]
-    found = {}
+    rows = {}
     sizes = {name: sum(state.nbytes for state in optimizer.states.get(name, {}).values()) for name in names}
     for name in progress(names, "reading", sizes.__getitem__):
         states, weight, row = optimizer.states.get(name, {}), optimizer.weights.get(name), {}
@@ -112,10 +112,10 @@ def _parameters(optimizer: SavedOptimizer, values: bool) -> dict[str, Any]:
         for key, state in states.items():
             row[key] = {"format": state.format, "bytes": state.nbytes}
             if values and state.is_complete:
-                row[key]["values"] = asdict(Values.of(state.pieces()))
+                row[key]["values"] = asdict(Values.from_pieces(state.pieces()))
         shape = next(iter(states.values())).shape if states else weight.info.shape if weight else ()
-        found[name] = {"shape": list(shape), **row}
-    return found
+        rows[name] = {"shape": list(shape), **row}
+    return rows
 
 
 def _others(source: Source, optimizer: SavedOptimizer | None, values: bool) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _others(source: Source, optimizer: SavedOptimizer | None, values: bool) -> d
 
 
 def other_tensors(source: Source, optimizer: SavedOptimizer | None) -> Iterator[SavedTensor]:
-    """Those that are neither parameters nor states."""
+    """Tensors that are neither parameters nor states."""
     known: set[str] = set()
     if optimizer is not None:
         known = optimizer.contents.state_keys | {of.key for of in optimizer.weights.values() if of.source is source}
@@ -146,7 +146,7 @@ def _described(tensor: SavedTensor, values: bool) -> dict[str, Any]:
         value = tensor.value()
         if adapter_of(value) is not None:
             row["format"] = type(value).__name__
-        row["values"] = asdict(Values.of(pieces_of(value)))
+        row["values"] = asdict(Values.from_pieces(pieces_of(value)))
     return row
 
 
@@ -158,19 +158,19 @@ def _states_in(parameters: Mapping[str, Any]) -> list[str]:
 def _formats(parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     states = _states_in(parameters)
-    for found in parameters.values():
-        mix = tuple(found.get(name, {}).get("format", "none") for name in (PARAMETER, *states, MASTER))
+    for parameter in parameters.values():
+        mix = tuple(parameter.get(name, {}).get("format", "none") for name in (PARAMETER, *states, MASTER))
         names = dict(zip((PARAMETER, *states, "master"), mix, strict=True))
         row = rows.setdefault(mix, {**names, "parameters": 0, "elements": 0, "bytes": 0})
         row["parameters"] += 1
-        row["elements"] += math.prod(found["shape"])
-        row["bytes"] += sum(found[name]["bytes"] for name in (PARAMETER, *states, MASTER) if name in found)
+        row["elements"] += math.prod(parameter["shape"])
+        row["bytes"] += sum(parameter[name]["bytes"] for name in (PARAMETER, *states, MASTER) if name in parameter)
     return sorted(rows.values(), key=lambda row: -int(row["elements"]))
 
 
 def _all_tensors(report: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for name, found in report["parameters"].items():
-        yield from ((f"{key} of {name}", found[key]) for key in _TENSORS if key in found)
+    for name, rows in report["parameters"].items():
+        yield from ((f"{key} of {name}", rows[key]) for key in _TENSORS if key in rows)
     yield from report["others"].items()
 
 

@@ -1,4 +1,4 @@
-"""What can be asked of the tools, by name. Nothing here needs torch, so that ``--help`` is there at once."""
+"""Names for the tools' options. Imports no torch, so that ``--help`` appears at once."""
 
 from __future__ import annotations
 

@@ -51,10 +51,10 @@ class Plan(dict[str, Any]):
             "Bytes of rank 0 without activations; * the choice that was asked for:",
         ]
         lines += aligned(table)
-        for each in self["fallbacks"]:
-            names = ", ".join(each["examples"]) + ", ..." * (each["parameters"] > len(each["examples"]))
-            what = f"{each['what']} {each['actual']} instead of {each['asked']}"
-            lines.append(f"{what} for {each['parameters']:,} parameters ({names}): {each['reason']}")
+        for fallback in self["fallbacks"]:
+            names = ", ".join(fallback["examples"]) + ", ..." * (fallback["parameters"] > len(fallback["examples"]))
+            choice = f"{fallback['what']} {fallback['actual']} instead of {fallback['asked']}"
+            lines.append(f"{choice} for {fallback['parameters']:,} parameters ({names}): {fallback['reason']}")
         return "\n".join(lines)
 
 
@@ -114,10 +114,10 @@ def _names_under_muon(named: Sequence[tuple[str, Tensor]], algorithm: str) -> se
     if algorithm == "adamw":
         return set()
     names = [name for name, _ in named]
-    found = {name: is_muons_by_name(name, param.dim(), names) for name, param in named}
-    if unknown := [name for name, is_muons in found.items() if is_muons is None]:
+    choices = {name: is_muons_by_name(name, param.dim(), names) for name, param in named}
+    if unknown := [name for name, is_muons in choices.items() if is_muons is None]:
         raise ValueError(f"cannot tell by name whether Muon or AdamW is for {some_of(unknown)}")
-    return {name for name, is_muons in found.items() if is_muons}
+    return {name for name, is_muons in choices.items() if is_muons}
 
 
 def _optimizer(named: Sequence[tuple[str, Tensor]], muon: set[str], **options: Any) -> ShardedOptimizer:
@@ -145,7 +145,7 @@ def _row(optimizer: ShardedOptimizer, state_dtype: str, master_bits: int) -> dic
 
 
 def _torchs_row(named: Sequence[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, Any]:
-    """torch.optim.AdamW's states have the parameters' dtype, and it has no masters."""
+    """The row of torch.optim.AdamW, whose states have the parameters' dtype and which has no masters."""
     elements = sum(param.numel() for _, param in named)
     size = dtype.itemsize * elements
     name = f"torch AdamW, {str(dtype).removeprefix('torch.')} parameters"
@@ -166,7 +166,7 @@ _LARGEST = 1 << 24  # of a config's sizes
 
 
 def number_of(text: str) -> float:
-    """A number of parameters: "8B", "350m", "8e9". Raises ValueError."""
+    """A number of parameters from text: "8B", "350m", "8e9". Raises ValueError."""
     unit = _UNITS.get(text[-1:].upper())
     try:
         count = float(text[:-1] if unit else text) * (unit or 1.0)
@@ -179,16 +179,16 @@ def number_of(text: str) -> float:
     return count
 
 
-def of_number(count: float) -> Named:
-    """One matrix of so many elements, up to a row of 4096."""
+def shapes_of_size(count: float) -> Named:
+    """The shape of one matrix with about ``count`` elements, in rows of 4096."""
     rows = max(1, round(count / _ROW))
     return [("all", (rows, _ROW))]
 
 
-def of_config(path: str) -> Named:
-    """Of Hugging Face's ``config.json``: decoders like Llama here, whatever else by transformers where it is installed.
+def shapes_of_config(path: str) -> Named:
+    """Parameter shapes of Hugging Face's ``config.json``: decoders like Llama here, other models by transformers.
 
-    Raises ValueError for a model that neither knows.
+    Raises ValueError for a model that is unknown here if transformers is not installed or does not know it either.
     """
     try:
         config = json.loads(Path(path).read_bytes())

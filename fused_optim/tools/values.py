@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass
 class Values:
-    """Of a tensor's elements. ``least``, ``largest``: of the finite ones; None where there are none."""
+    """Counts and range of a tensor's elements. ``least``, ``largest``: of the finite ones; None if there are none."""
 
     elements: int = 0
     nan: int = 0
@@ -22,12 +22,12 @@ class Values:
     largest: float | None = None
 
     @staticmethod
-    def of(pieces: Iterable[Tensor]) -> Values:
-        """``pieces``: flat floating-point tensors."""
-        found = Values()
+    def from_pieces(pieces: Iterable[Tensor]) -> Values:
+        """Count elements of ``pieces``, flat floating-point tensors."""
+        values = Values()
         for piece in pieces:
-            found._add(piece)
-        return found
+            values._add(piece)
+        return values
 
     def _add(self, piece: Tensor) -> None:
         self.elements += piece.numel()
@@ -55,7 +55,7 @@ class Values:
 
 @dataclass
 class Difference:
-    """Of two tensors' elements: how many differ, the largest difference, and its RMS relative to the first's.
+    """The difference of two tensors: elements that differ, the largest difference, and its RMS relative to the first's.
 
     Elements that are NaN on both sides, or the same infinity, are equal. Differences that are not finite are counted,
     but left out of the other two.
@@ -67,20 +67,20 @@ class Difference:
     relative: float = 0.0
 
     @staticmethod
-    def of(first: Iterable[Tensor], second: Iterable[Tensor]) -> Difference:
-        """Pieces of the same sizes."""
-        found, squares, total = Difference(), 0.0, 0.0
+    def between(first: Iterable[Tensor], second: Iterable[Tensor]) -> Difference:
+        """Compare two tensors in pieces of the same sizes."""
+        difference, squares, total = Difference(), 0.0, 0.0
         for one, other in zip(first, second, strict=True):
-            found.elements += one.numel()
+            difference.elements += one.numel()
             total += _square(one)
             if not torch.equal(one, other):
-                apart = found._add(one, other)
+                apart = difference._add(one, other)
                 squares += _square(apart)
-        found.relative = math.sqrt(squares / total) if total else math.inf if squares else 0.0
-        return found
+        difference.relative = math.sqrt(squares / total) if total else math.inf if squares else 0.0
+        return difference
 
     def _add(self, one: Tensor, other: Tensor) -> Tensor:
-        """Returns the differences that are finite."""
+        """Count a pair of pieces. Returns the finite differences."""
         same = (one == other) | (one.isnan() & other.isnan())
         self.different += one.numel() - int(same.sum())
         apart = (one.double() - other.double())[~same]
@@ -97,6 +97,6 @@ class Difference:
 
 
 def _square(values: Tensor) -> float:
-    """The sum of the squares of what is finite."""
-    found = float(torch.linalg.vector_norm(values, dtype=torch.float64))
-    return found**2 if math.isfinite(found) else float(values[values.isfinite()].double().square().sum())
+    """The sum of the squares of the finite values."""
+    norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
+    return norm**2 if math.isfinite(norm) else float(values[values.isfinite()].double().square().sum())

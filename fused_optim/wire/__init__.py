@@ -1,4 +1,4 @@
-"""How changed weights travel: the form of the files, and what applies them. Needs torch and nothing else."""
+"""Transport of changed weights: the form of the files, and functions that apply them. Needs only torch."""
 
 from fused_optim.wire.apply import Box, apply_changes, fused_rows
 from fused_optim.wire.form import Changes, ChangesFile, read_changes, write_changes

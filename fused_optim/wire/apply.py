@@ -25,9 +25,9 @@ _TENSOR_SCALE, _PACKED = "_tensor_scale", "_packed"
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a published tensor, and where it goes.
+    """A part of a published tensor, and its place in a target.
 
-    From ``source`` on, ``sizes`` elements in each dim, to ``offsets`` in the tensor ``name``.
+    ``sizes`` elements in each dim, from ``source`` on, go to ``offsets`` in the tensor ``name``.
     """
 
     name: str
@@ -41,7 +41,7 @@ Names = Callable[[str, tuple[int, ...]], Sequence[Box] | None]
 
 
 def fused_rows(model: nn.Module | Mapping[str, Tensor], fused: Mapping[str, Mapping[str, int]]) -> Names:
-    """Where rows go that a server keeps in one tensor, as vLLM and SGLang do with ``qkv_proj`` and ``gate_up_proj``.
+    """Map published layers to rows of a server's fused tensors, such as vLLM's ``qkv_proj`` and ``gate_up_proj``.
 
     Args:
         model: whose tensors they go to, or its state dict.
@@ -54,10 +54,10 @@ def fused_rows(model: nn.Module | Mapping[str, Tensor], fused: Mapping[str, Mapp
     rows: dict[str, tuple[str, int, int, int]] = {}
     for layer, parts in fused.items():
         before = 0
-        for own, count in parts.items():
-            rows[own] = layer, before, count, sum(parts.values())
+        for published, count in parts.items():
+            rows[published] = layer, before, count, sum(parts.values())
             before += count
-    places = {own: (place, len(parts)) for parts in fused.values() for place, own in enumerate(parts)}
+    places = {published: (place, len(parts)) for parts in fused.values() for place, published in enumerate(parts)}
     shapes = {key: tuple(part.shape) for key, _, part in _named(model)}
 
     def names(name: str, shape: tuple[int, ...]) -> Sequence[Box] | None:
@@ -65,7 +65,7 @@ def fused_rows(model: nn.Module | Mapping[str, Tensor], fused: Mapping[str, Mapp
         at = next((i for i, part in enumerate(path) if part in rows), None)
         if at is None:
             return None
-        layer, before, own, total = rows[path[at]]
+        layer, before, own_rows, total = rows[path[at]]
         key = next(iter(_known_as(".".join([*path[:at], layer, *path[at + 1 :]]), shapes)), None)
         if key is None:
             return None
@@ -74,7 +74,7 @@ def fused_rows(model: nn.Module | Mapping[str, Tensor], fused: Mapping[str, Mapp
             if shapes[key] != (count,):
                 raise ValueError(f"{name!r}: {key!r} has shape {shapes[key]}, not a scale for each of {count} layers")
             return [Box(key, (0,) * len(shape), (place,), (1,))]
-        return [_among_rows(name, shape, key, shapes[key], before, own, total)]
+        return [_among_rows(name, shape, key, shapes[key], before, own_rows, total)]
 
     return names
 
@@ -82,7 +82,7 @@ def fused_rows(model: nn.Module | Mapping[str, Tensor], fused: Mapping[str, Mapp
 def _among_rows(
     name: str, shape: tuple[int, ...], key: str, here: tuple[int, ...], before: int, own: int, total: int
 ) -> Box:
-    """Where ``own`` of ``total`` rows go, ``before`` of which come first, in a tensor of shape ``here``."""
+    """The box for ``own`` of ``total`` rows, ``before`` of which come first, in a tensor of shape ``here``."""
     dim = 1 if len(shape) == 3 else 0  # of experts, each has these rows
     others = [sizes[:dim] + sizes[dim + 1 :] for sizes in (shape, here)]
     rows = shape[dim], here[dim]
@@ -156,7 +156,7 @@ class _Write(NamedTuple):
 
 
 def _planned(targets: Mapping[str, Tensor], name: str, changes: Changes, names: Names | None) -> list[_Write]:
-    """What is to be written, all of it checked: integers of the targets' size, at indices in each dim."""
+    """The writes for one tensor's changes, all checked: integers of the target's size, at indices in each dim."""
     boxes = None if names is None else names(name, changes.shape)
     if boxes is not None:
         return [_into_box(targets, name, changes, box) for box in boxes]
@@ -169,12 +169,13 @@ def _planned(targets: Mapping[str, Tensor], name: str, changes: Changes, names: 
     shapes = tuple(target.shape), tuple(changes.shape)
     # Of a weight with more dims than the matrix that was quantized, or the other way round.
     if shapes[0] == shapes[1] or _is_merged(*shapes) or _is_merged(*reversed(shapes)):
-        return [_at(key, target, changes.indices, _integers(changes.values))]
+        at = (changes.indices,) if target.is_contiguous() else torch.unravel_index(changes.indices, target.shape)
+        return [_Write(key, target.view(-1) if target.is_contiguous() else target, at, _integers(changes.values))]
     raise ValueError(f"{key!r}: expected shape {changes.shape}, as {name!r} was published, got {tuple(target.shape)}")
 
 
 def _is_merged(fine: tuple[int, ...], coarse: tuple[int, ...]) -> bool:
-    """Whether neighbouring dims of ``fine`` together are those of ``coarse``."""
+    """True if merging neighbouring dims of ``fine`` gives ``coarse``."""
     rest = list(fine)
     for size in coarse:
         product = 1
@@ -183,13 +184,6 @@ def _is_merged(fine: tuple[int, ...], coarse: tuple[int, ...]) -> bool:
         if product != size:
             return False
     return math.prod(rest) == 1
-
-
-def _at(key: str, target: Tensor, indices: Tensor, values: Tensor) -> _Write:
-    """A write at flat indices, whatever lies where in memory."""
-    if target.is_contiguous():
-        return _Write(key, target.view(-1), (indices,), values)
-    return _Write(key, target, torch.unravel_index(indices, target.shape), values)
 
 
 def _into_box(targets: Mapping[str, Tensor], name: str, changes: Changes, box: Box) -> _Write:
@@ -209,9 +203,10 @@ def _into_box(targets: Mapping[str, Tensor], name: str, changes: Changes, box: B
 
 
 def _named(model: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """What is published, by name, as a part of its tensor.
+    """(name, tensor, part) of all parts that are published.
 
-    Of weights that this package has quantized these are components, or kept values; of others the tensors themselves.
+    Parts are the components of weights that this package has quantized, or their kept values; else the tensors
+    themselves.
     """
     given = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
     for name, tensor in given.items():
@@ -231,7 +226,7 @@ class _Quantized(Protocol):
 
 
 def _mark_written(weight: Tensor) -> None:
-    """Let an optimizer's master follow, as after any write into the weight; initial values are outdated."""
+    """Mark a weight as written, so that an optimizer's master follows; initial values are outdated."""
     if isinstance(weight, _Quantized):
         weight.mark_updated()
     if not weight.is_inference():
@@ -239,7 +234,7 @@ def _mark_written(weight: Tensor) -> None:
 
 
 def part_name(name: str, part: str) -> str:
-    """What a part of a weight is published as: codes as the weight itself, scales beside it."""
+    """The published name of a weight's part: ``NAME`` for codes, ``NAME_scale`` for scales."""
     return name if part in ("", "data") else f"{name}_{part}"
 
 
@@ -260,8 +255,8 @@ def _checked(target: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     if target.is_meta or any(
         size > 1 and not stride for size, stride in zip(target.shape, target.stride(), strict=True)
     ):
-        what = "on the meta device" if target.is_meta else f"with strides {target.stride()}"
-        raise TypeError(f"{name!r}: expected a tensor with memory for each element, got one {what}")
+        place = "on the meta device" if target.is_meta else f"with strides {target.stride()}"
+        raise TypeError(f"{name!r}: expected a tensor with memory for each element, got one {place}")
     bytes_alike = target.element_size() == dtype.itemsize == 1 and torch.uint8 in (target.dtype, dtype)
     if target.dtype != dtype and not bytes_alike:
         raise ValueError(f"{name!r}: expected {dtype}, as it was published, got {target.dtype}")

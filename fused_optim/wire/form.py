@@ -39,10 +39,10 @@ _DTYPES = {"runs": torch.int32, "bits": torch.uint8, **{name: dtype for name, (d
 
 
 class Changes(NamedTuple):
-    """What has changed of a tensor.
+    """The changed elements of a tensor.
 
-    ``indices``: of the elements in the whole tensor, flat, ascending and distinct: int64. ``values``: what they are
-    now, in the tensor's dtype; codes of quantized weights as bytes. ``shape``: of the whole tensor.
+    ``indices``: of the elements in the whole tensor, flat, ascending and distinct: int64. ``values``: their new values,
+    in the tensor's dtype; codes of quantized weights as bytes. ``shape``: of the whole tensor.
     """
 
     indices: Tensor
@@ -62,38 +62,38 @@ class PackedChanges(NamedTuple):
     values: dict[torch.dtype, Tensor]
 
     @staticmethod
-    def of(changes: Mapping[str, Changes]) -> PackedChanges:
+    def pack(changes: Mapping[str, Changes]) -> PackedChanges:
         tensors, indices = [], [torch.empty(0, dtype=torch.int64)]
         values: dict[torch.dtype, list[Tensor]] = {}
-        for name, each in changes.items():
-            tensors.append((name, each.values.dtype, each.values.numel(), each.shape))
-            values.setdefault(each.values.dtype, []).append(each.values)
-            if each.indices.numel() < math.prod(each.shape):
-                indices.append(each.indices)
+        for name, of_tensor in changes.items():
+            tensors.append((name, of_tensor.values.dtype, of_tensor.values.numel(), of_tensor.shape))
+            values.setdefault(of_tensor.values.dtype, []).append(of_tensor.values)
+            if of_tensor.indices.numel() < math.prod(of_tensor.shape):
+                indices.append(of_tensor.indices)
         joined = _in_host_memory(indices[1:] or indices)
-        return PackedChanges(tensors, joined, {dtype: _in_host_memory(own) for dtype, own in values.items()})
+        return PackedChanges(tensors, joined, {dtype: _in_host_memory(of_dtype) for dtype, of_dtype in values.items()})
 
     def unpacked(self) -> dict[str, Changes]:
-        """Views of what is here."""
-        found: dict[str, Changes] = {}
+        """The changes by name, as views of this memory."""
+        changes: dict[str, Changes] = {}
         at, starts = 0, dict.fromkeys(self.values, 0)
         for name, dtype, count, shape in self.tensors:
             some = count < math.prod(shape)
             indices = self.indices[at : at + count] if some else torch.arange(count)
-            found[name] = Changes(indices, self.values[dtype][starts[dtype] : starts[dtype] + count], shape)
+            changes[name] = Changes(indices, self.values[dtype][starts[dtype] : starts[dtype] + count], shape)
             at, starts[dtype] = at + count * some, starts[dtype] + count
-        return found
+        return changes
 
 
 def _in_host_memory(tensors: list[Tensor]) -> Tensor:
-    """One after the other. A device sends what is on it at once."""
+    """The tensors concatenated in host memory; each device sends its neighbours at once."""
     pieces = [torch.cat([*own]).cpu() for _, own in groupby(tensors, key=lambda each: each.device)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 @dataclass(frozen=True)
 class ChangesFile:
-    """A file that was read: values of ``step`` for those who have ``base``."""
+    """Contents of a file: changes that take weights of step ``base`` to those of ``step``."""
 
     base: int
     step: int
@@ -180,7 +180,7 @@ def _as_bits(indices: Tensor, numel: int) -> Tensor:
 
 
 def _in_digits(gaps: Tensor, dtype: torch.dtype, base: int) -> Tensor:
-    """Of each gap as many digits of ``base`` as fit, then what is left."""
+    """The gaps as digits: the number ``base`` for each time it fits, then the rest. 600 in base 255 is 255, 255, 90."""
     ends = (gaps // base + 1).cumsum(0) - 1
     digits = gaps.new_full((int(ends[-1]) + 1 if gaps.numel() else 0,), base)
     digits[ends] = gaps % base
@@ -209,8 +209,10 @@ def write_changes(changes: Mapping[str, Changes], file: str | os.PathLike[str], 
             raise ValueError(f"{name!r}: {indices.numel()} indices and {values.numel()} values")
         if not indices.numel():
             continue
-        _check_indices(name, indices, math.prod(shape))
-        encoding, encoded = encode_indices(indices, math.prod(shape))
+        numel = math.prod(shape)
+        if int(indices[0]) < 0 or int(indices[-1]) >= numel or bool((torch.diff(indices) <= 0).any()):
+            raise ValueError(f"{name!r}: expected ascending and distinct indices of {numel} elements")
+        encoding, encoded = encode_indices(indices, numel)
         tensors[name] = values.reshape(-1)
         if encoded is not None:
             tensors[f"{name}::{encoding}"] = encoded
@@ -233,22 +235,22 @@ def read_changes(file: str | os.PathLike[str]) -> ChangesFile:
     tensors, metadata = safetensors.read(file)
     where = os.fspath(file)
     if metadata.get("format") != FORMAT:
-        found = metadata.get("format")
-        raise ValueError(f"{where} has no changes of weights: expected format {FORMAT!r}, got {found!r}")
+        format = metadata.get("format")
+        raise ValueError(f"{where} has no changes of weights: expected format {FORMAT!r}, got {format!r}")
     if metadata.get("version") != str(VERSION):
         raise ValueError(f"{where} has version {metadata.get('version')!r} of the form, and {VERSION} is known: update")
     checksum = metadata.pop("checksum", "")
     if _checksum(metadata, tensors) != checksum:
         raise DamagedFile(f"{where}: its checksum is another: it was not written whole, or changed since")
-    what = "its metadata"
+    part = "its metadata"
     try:
         base, step = (integer(key, json.loads(metadata[key])) for key in ("base", "step"))
         changes: dict[str, Changes] = {}
         for name, entry in json.loads(metadata["tensors"]).items():
-            what = repr(name)
+            part = repr(name)
             changes[name] = _changes(tensors, name, entry)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
-        raise DamagedFile(f"{where}: {what}: {type(error).__name__}: {error}") from error
+        raise DamagedFile(f"{where}: {part}: {type(error).__name__}: {error}") from error
     return ChangesFile(base, step, changes)
 
 
@@ -263,11 +265,6 @@ def integer(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name}: expected an integer, got {value!r}")
     return operator.index(value)
-
-
-def _check_indices(name: str, indices: Tensor, numel: int) -> None:
-    if int(indices[0]) < 0 or int(indices[-1]) >= numel or bool((torch.diff(indices) <= 0).any()):
-        raise ValueError(f"{name!r}: expected ascending and distinct indices of {numel} elements")
 
 
 def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:

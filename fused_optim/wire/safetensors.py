@@ -109,25 +109,25 @@ _Place = tuple[torch.dtype, tuple[int, ...], int, int]  # dtype, shape, first by
 
 
 def _places(header: Mapping[str, Any], size: int) -> dict[str, _Place]:
-    """Where tensors are: one after the other, and together all of the data."""
-    found: dict[str, _Place] = {}
+    """Places of the tensors. Raises ValueError unless they follow one another and fill the data."""
+    places: dict[str, _Place] = {}
     for name, entry in header.items():
         first, end = sizes_of(entry["data_offsets"])
-        found[name] = DTYPES[entry["dtype"]], sizes_of(entry["shape"]), first, end
+        places[name] = DTYPES[entry["dtype"]], sizes_of(entry["shape"]), first, end
     at = 0
-    for name, (dtype, shape, first, end) in sorted(found.items(), key=lambda item: item[1][2:]):
+    for name, (dtype, shape, first, end) in sorted(places.items(), key=lambda item: item[1][2:]):
         if first != at or end - first != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name!r} of shape {shape} in {dtype} is not all of the bytes from {at} to {end}")
         at = end
     if at != size:
         raise ValueError("it has more, or fewer, bytes than its header says")
-    return found
+    return places
 
 
 def _tensor(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...], first: int, end: int) -> Tensor:
     if first == end:
         return torch.empty(shape, dtype=dtype)
-    found = torch.frombuffer(data[first:end], dtype=torch.uint8)
+    tensor = torch.frombuffer(data[first:end], dtype=torch.uint8)
     if first % dtype.itemsize:
-        found = found.clone()
-    return found.view(dtype).view(shape)
+        tensor = tensor.clone()
+    return tensor.view(dtype).view(shape)

@@ -44,7 +44,7 @@ def test_changes_for_other_processes_are_few_tensors() -> None:
         "one": Changes(memory[:1], torch.ones(1), ()),
         "b": Changes(memory[90:93], torch.randn(3).bfloat16(), (100,)),
     }
-    packed = PackedChanges.of(changes)
+    packed = PackedChanges.pack(changes)
     assert packed.indices.tolist() == [3, 4, 90, 91, 92]
     assert all(t.untyped_storage().nbytes() == t.nbytes for t in (packed.indices, *packed.values.values()))
     found = packed.unpacked()
@@ -52,7 +52,7 @@ def test_changes_for_other_processes_are_few_tensors() -> None:
     for name, (indices, values, shape) in changes.items():
         assert torch.equal(found[name].indices, indices) and found[name].shape == shape
         assert torch.equal(found[name].values, values) and found[name].values.dtype == values.dtype
-    assert PackedChanges.of({}).unpacked() == {}
+    assert PackedChanges.pack({}).unpacked() == {}
 
 
 def test_changes_on_several_devices_are_packed() -> None:
@@ -63,7 +63,7 @@ def test_changes_on_several_devices_are_packed() -> None:
             f"{i}": Changes(torch.zeros(3, dtype=torch.int64, device=on), torch.zeros(3, device=on), (10,))
             for i, on in enumerate(devices)
         }
-        packed = PackedChanges.of(changes)
+        packed = PackedChanges.pack(changes)
         for tensor in (packed.indices, packed.values[torch.float32]):
             assert tensor.device.type == "cpu" and tensor.shape == (9,)
 

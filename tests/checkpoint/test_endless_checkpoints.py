@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fused_optim.checkpoint.reading.contents import find_contents
-from fused_optim.checkpoint.reading.leeway import Naming
+from fused_optim.checkpoint.reading.naming import Naming
 from fused_optim.checkpoint.reading.opening import open_checked
 from fused_optim.checkpoint.storage import checksums, lock, manifest
 from fused_optim.checkpoint.storage.folders import folder_at

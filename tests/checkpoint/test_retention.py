@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import cases
 from fused_optim.checkpoint import Checkpointer
 from fused_optim.checkpoint.storage import manifest
-from fused_optim.checkpoint.storage.directory import Found
+from fused_optim.checkpoint.storage.directory import ListedCheckpoint
 from fused_optim.checkpoint.storage.folders import LocalFolder, folder_at
 from fused_optim.checkpoint.storage.manifest import Manifest
 from fused_optim.checkpoint.storage.retention import Retention
@@ -108,8 +108,8 @@ def test_wrong_options(options: dict[str, Any], error: Any, match: str, tmp_path
         opened(tmp_path, **options)
 
 
-def found(name: str, step: int, number: int) -> Found:
-    return Found(name, step, Manifest(step, number, 1, None, {}, {}, ""))
+def found(name: str, step: int, number: int) -> ListedCheckpoint:
+    return ListedCheckpoint(name, step, Manifest(step, number, 1, None, {}, {}, ""))
 
 
 @given(
@@ -120,7 +120,7 @@ def found(name: str, step: int, number: int) -> Found:
 def test_the_rule(steps: list[int], newest: int | None, every: int | None) -> None:
     """Against the words: of every step the last attempt; of these the newest, and the multiples."""
     written = [found(f"{step}.{number}", step, number) for number, step in enumerate(steps)]
-    kept = Retention.of(newest, every).keeps(written[::-1])
+    kept = Retention.checked(newest, every).keeps(written[::-1])
     last = {each.step: each for each in written}
     order = [step for i, step in reversed(list(enumerate(steps))) if step not in steps[i + 1 :]]
     expected = {*order[:newest], *(step for step in order if every and step % every == 0)}

@@ -209,7 +209,7 @@ def test_delayed_scales_know_nothing_of_transforms() -> None:
         compute="fp8", activation_scaling="delayed"))  # fmt: skip
     assert isinstance(layer, QuantizedLinear) and isinstance(model[0], QuantizedLinear)
     vmap(layer)(matrix(32, 128))
-    assert layer.begins and not layer.activation_history.any()
+    assert layer.is_first_pass and not layer.activation_history.any()
 
 
 def test_ensembles_of_models_are_plain() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import distributed
 from fused_optim import FusedAdamW, FusedMuon, muon_param_groups
 from fused_optim.__main__ import main
-from fused_optim.tools.plan import PARTS, number_of, of_config, of_number, plan
+from fused_optim.tools.plan import PARTS, number_of, plan, shapes_of_config, shapes_of_size
 from snippets import run_section
 
 
@@ -93,7 +93,7 @@ def test_what_fsdp2_allocates(ranks: int, algorithm: str) -> None:
 
 def test_rows() -> None:
     """Bytes per parameter by hand: FP32 masters and moments are 12 more, gradients and parameters 2 each."""
-    found = plan(of_number(8e9), world_size=8, master_bits=24)
+    found = plan(shapes_of_size(8e9), world_size=8, master_bits=24)
     rows = {row["name"]: row for row in found["rows"]}
     assert rows["torch AdamW, bfloat16 parameters"]["bytes_per_parameter"] == 8.0
     assert rows["torch AdamW, float32 parameters"]["bytes_per_parameter"] == 16.0
@@ -103,7 +103,7 @@ def test_rows() -> None:
     assert found["chosen"]["bytes"]["parameters"] == pytest.approx(2 * 8e9 / 8, rel=1e-5)
     totals = [row["bytes"]["total"] for row in found["rows"][2:]]
     assert totals == sorted(totals) and found["fallbacks"] == []
-    whole = plan(of_number(1e6), param_dtype="fp32")["rows"]
+    whole = plan(shapes_of_size(1e6), param_dtype="fp32")["rows"]
     assert [row["name"] for row in whole if "torch" in row["name"]] == ["torch AdamW, float32 parameters"]
     assert all("no masters" in row["name"] or "32-bit" in row["name"] for row in whole[1:])
 
@@ -157,7 +157,7 @@ def test_numbers_of_parameters() -> None:
 @pytest.mark.parametrize("elements", CONFIGS)
 def test_configs_give_the_published_sizes(elements: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[elements]))
-    shapes = of_config(str(tmp_path / "config.json"))
+    shapes = shapes_of_config(str(tmp_path / "config.json"))
     assert sum(torch.empty(shape, device="meta").numel() for _, shape in shapes) == elements
     assert len({name for name, _ in shapes}) == len(shapes)
 
@@ -179,7 +179,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for algorithm in ("adamw", "muon"):
         run("--hf-config", config, *common, "--json", "--algorithm", algorithm)
         printed = json.loads(capsys.readouterr().out)
-        wanted = plan(of_config(str(config)), world_size=64, master_bits=24, algorithm=algorithm)
+        wanted = plan(shapes_of_config(str(config)), world_size=64, master_bits=24, algorithm=algorithm)
         assert printed == json.loads(json.dumps(wanted)) and printed["elements"] == 1_235_814_400
 
 

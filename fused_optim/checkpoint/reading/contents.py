@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_optim.checkpoint.reading.leeway import Naming
+from fused_optim.checkpoint.reading.naming import Naming
 from fused_optim.checkpoint.reading.source import Source
 from fused_optim.checkpoint.storage.nested import Path, assembled, path_after, setting_after
-from fused_optim.memory.host_memory import room
+from fused_optim.memory.host_memory import empty_host
 from fused_optim.memory.layout import MASTER, STEP
 from fused_optim.rules import MUON, known_states, rule_of
 
@@ -51,7 +51,7 @@ class Contents:
     is_numbered: bool = False  # whether ids are positions, which are no names: a name may be a number, too
 
     def id(self, saved: str) -> str:
-        """What a parameter is called here."""
+        """The parameter's id here: the model's name for it, or its number."""
         return saved if self.is_numbered else self.naming(saved)
 
     @property
@@ -64,14 +64,14 @@ class Contents:
         settings = next(iter(self.settings.values()), {})
         if "fused_optim_version" in settings or "exp_avg_dtype" in settings:
             return "fused_optim"
-        found = []
+        writers = []
         if any("step" in states for states in self.states.values()):
             decoupled = {each.get("decoupled_weight_decay") for each in self.settings.values()} & {True, False}
             known = decoupled.pop() if len(decoupled) == 1 else None
-            found.append("torch.optim.Adam(W)" if known is None else f"torch.optim.Adam{'W' * bool(known)}")
+            writers.append("torch.optim.Adam(W)" if known is None else f"torch.optim.Adam{'W' * bool(known)}")
         if any(rule_of(each) == MUON for each in self.settings.values()):
-            found.append("torch.optim.Muon")
-        return " and ".join(found) or "TransformerEngine or Apex FusedAdam"
+            writers.append("torch.optim.Muon")
+        return " and ".join(writers) or "TransformerEngine or Apex FusedAdam"
 
 
 def read_contents(source: Source) -> Contents:
@@ -82,9 +82,10 @@ def read_contents(source: Source) -> Contents:
 
 
 def find_contents(source: Source, naming: Naming, states: Iterable[str] = ()) -> Contents:
-    """Where they are; nothing is read. ``states``: the names of those that there may be beside Adam's.
+    """The empty contents of an optimizer's states: their prefix and the names they may have. Nothing is read.
 
-    Raises :class:`NoStates` where there are neither states nor param groups.
+    ``states``: names of states to expect beside those known here. Raises :class:`NoStates` if there are neither states
+    nor param groups.
     """
     if long := next((key for key in source.entries if len(key) > _LONGEST), None):
         raise ValueError(f"{source.path}: {long[:100]}...: expected keys of {_LONGEST} characters at most")
@@ -99,14 +100,16 @@ def sort_contents(source: Source, contents: Contents) -> None:
     lists = {match["number"]: key for key, text in texts.items() if (match := _PARAMS.fullmatch(text))}
     source.check(texts)  # before memory is reserved
     infos = {key: source.entries[key] for key in texts}
-    values = source.read({key: None if info is None else room(info.shape, info.dtype) for key, info in infos.items()})
+    values = source.read(
+        {key: None if info is None else empty_host(info.shape, info.dtype) for key, info in infos.items()}
+    )
     contents.is_numbered = any(type(id_) is int for key in lists.values() for id_ in values[key])
     _sort_states(source, contents)
-    found: dict[str, dict[Path, Any]] = {}
+    by_group: dict[str, dict[Path, Any]] = {}
     for key, text in texts.items():
         group, setting = _group_and_setting(text, source.place(key), lists, contents)
-        found.setdefault(group, {})[setting_after(source.place(key), setting)] = values[key]
-    groups = {group: assembled(settings) for group, settings in found.items()}
+        by_group.setdefault(group, {})[setting_after(source.place(key), setting)] = values[key]
+    groups = {group: assembled(settings) for group, settings in by_group.items()}
     for group in sorted(lists, key=int):
         settings = groups.pop(group)
         contents.order.append([contents.id(str(id_)) for id_ in settings.pop("params")])
@@ -124,8 +127,8 @@ def _sort_states(source: Source, contents: Contents) -> None:
         elif key.startswith(first):
             others.append(key)
     for key in others:
-        if found := _split(key.removeprefix(first), contents):
-            contents.others.setdefault(contents.id(found[0]), {})[found[1]] = key
+        if split := _split(key.removeprefix(first), contents):
+            contents.others.setdefault(contents.id(split[0]), {})[split[1]] = key
 
 
 def _split(text: str, contents: Contents) -> tuple[str, str] | None:
@@ -140,23 +143,28 @@ def _split(text: str, contents: Contents) -> tuple[str, str] | None:
 
 
 def optimizer_keys(source: Source, prefix: str) -> set[str]:
-    """All that is the optimizer's."""
+    """The keys of all entries that belong to the optimizer."""
     firsts = tuple(f"{prefix}{each}." for each in ("state", "param_groups", ENTRIES))
     return {key for key in source.entries if f"{key}.".startswith(firsts)}
 
 
 def read_entries(source: Source, prefix: str) -> dict[Any, Any]:
-    """What users keep in an optimizer's states under keys of their own."""
+    """Entries that users keep in ``optimizer.state`` under keys that are no parameters."""
     first = f"{prefix}{ENTRIES}"
     keys = [key for key in source.entries if key == first or key.startswith(f"{first}.")]
     infos = {key: source.entries[key] for key in keys}
-    values = source.read({key: None if info is None else room(info.shape, info.dtype) for key, info in infos.items()})
+    values = source.read(
+        {key: None if info is None else empty_host(info.shape, info.dtype) for key, info in infos.items()}
+    )
     places = {key: path_after(source.place(key), key.removeprefix(prefix)) for key in keys}
     return dict(assembled({places[key]: value for key, value in values.items()}).get(ENTRIES, ()))
 
 
 def _group_and_setting(text: str, place: Path, numbers: Collection[str], contents: Contents) -> tuple[str, str]:
-    """Of a key of the param groups. The flattened form has a group for each parameter, of its name."""
+    """Split a key of the param groups: ``0.lr`` is ("0", "lr").
+
+    In the flattened form each parameter has a group of its own: ``net.weight.lr`` is ("net.weight", "lr").
+    """
     group, _, setting = text.partition(".")
     if group in numbers and "param_groups" in place:
         return group, setting
@@ -169,19 +177,22 @@ def _group_and_setting(text: str, place: Path, numbers: Collection[str], content
 
 
 def common_settings(source: Source, what: str, settings: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """What the members of a param group have alike. ``settings``: of each, after its name for messages."""
-    found: dict[str, Any] = {}
+    """The settings on which all members of a param group agree. ``settings``: (member for messages, its settings) each.
+
+    Raises ValueError if two members differ.
+    """
+    common: dict[str, Any] = {}
     owner: dict[str, str] = {}
-    for member, own in settings:
-        for key, value in own.items():
-            if key in found and not _equal(found[key], value):
+    for member, of_member in settings:
+        for key, value in of_member.items():
+            if key in common and not _equal(common[key], value):
                 raise ValueError(
                     f"{what}: {source.path} has different values of {key} for {owner[key]} and {member}, which are in "
                     "one group of this optimizer; build it with the checkpoint's groups"
                 )
-            found.setdefault(key, value)
+            common.setdefault(key, value)
             owner.setdefault(key, member)
-    return found
+    return common
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -232,7 +243,7 @@ def _state_of(key: str, prefix: str, known: re.Pattern[str]) -> re.Match[str] | 
 
 
 def _find_prefix(source: Source, naming: Naming, states: re.Pattern[str]) -> str:
-    """What comes before ``state.`` and ``param_groups.``: the one under which most of the names are known."""
+    """The text before ``state.`` and ``param_groups.`` in the keys: the prefix under which most names are known."""
     known: Counter[str] = Counter()
     total: Counter[str] = Counter()
     for key in source.entries:
@@ -243,9 +254,9 @@ def _find_prefix(source: Source, naming: Naming, states: re.Pattern[str]) -> str
             known[prefix] += bool(match and (match["id"].isdigit() or naming(match["id"]) in naming.known))
     ranked = sorted(total, key=lambda prefix: (known[prefix], total[prefix]), reverse=True)
     if not ranked or not total[ranked[0]]:
-        found = ", ".join(list(source.entries)[:4]) or "nothing"
+        sample = ", ".join(list(source.entries)[:4]) or "nothing"
         expected = "expected keys such as state.<parameter>.exp_avg and param_groups.0.lr"
-        raise NoStates(f"{source.path} holds no states of an optimizer: {expected}, found {found}")
+        raise NoStates(f"{source.path} holds no states of an optimizer: {expected}, found {sample}")
     if len(ranked) > 1 and known[ranked[1]] and known[ranked[0]] == known[ranked[1]]:
         raise ValueError(
             f"{source.path} holds several optimizers for these parameters: under {ranked[0]!r} and {ranked[1]!r}"

@@ -92,18 +92,14 @@ class DcpFolder(Source):
         return torch.empty(info.shape, dtype=info.dtype) if whole is None else whole
 
     def load(self, state_dict: dict[str, Any]) -> None:
-        """As ``dcp.load`` does, by this rank alone. Raises what went wrong."""
+        """Fill a state dict as ``dcp.load`` does, by this rank only. Raises Replaced if the checkpoint has changed."""
         try:
             load(state_dict, self.path, self.metadata)
-        finally:  # what went wrong is no damage then
-            self._check_same()
-
-    def _check_same(self) -> None:
-        """Raise Replaced where a run has published its step again meanwhile: some bytes may be of the other one."""
-        if manifest.published(self.path) != self.published:
-            raise Replaced(
-                f"{self.path} was replaced, or removed, by a run that saves there while it was read: load again"
-            )
+        finally:  # if another checkpoint was published here meanwhile, errors before this are no damage
+            if manifest.published(self.path) != self.published:
+                raise Replaced(
+                    f"{self.path} was replaced, or removed, by a run that saves there while it was read: load again"
+                )
 
     def _load(self, key: str, stored: _StorageInfo) -> Any:
         content = io.BytesIO(self.path.read(*range_of(key, stored)))
@@ -137,7 +133,10 @@ _Box = tuple[tuple[int, int], ...]  # of each dim its first index and how many f
 
 
 def _cancel(boxes: Mapping[_Box, int]) -> bool:
-    """Whether boxes, each counted so many times, add up to 0 in each element. Their sizes may do so alone."""
+    """True if boxes, each counted so many times, add up to 0 at every element.
+
+    Equal total sizes would not show that.
+    """
     counts = {box: count for box, count in boxes.items() if count and all(size for _, size in box)}
     if () in counts or not counts:
         return not counts

@@ -54,7 +54,7 @@ class TorchFile(Source):
 
 
 def safetensors_files(path: Path) -> list[Path]:
-    """Of a file, a folder or an index: those that an index names, or all where there is none."""
+    """The safetensors files of a file, folder or index path: those that indices name, or all if there is no index."""
     if path.name.endswith(INDEX_SUFFIX):
         path = path.parent
     if path.is_file():

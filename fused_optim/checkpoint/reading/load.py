@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from fused_optim.checkpoint.reading.contents import (
     sort_contents,
 )
 from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
-from fused_optim.checkpoint.reading.leeway import Differences, Leeway, Naming, Rename
+from fused_optim.checkpoint.reading.naming import Differences, LoadOptions, Naming, Rename
 from fused_optim.checkpoint.reading.opening import open_source
 from fused_optim.checkpoint.reading.source import Source
 from fused_optim.checkpoint.storage.checksums import verify_items
@@ -51,7 +51,7 @@ _Components = Mapping[str, Mapping[str, str]]  # state -> component ("": whole) 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a checkpoint was recognised as, and what was loaded from it."""
+    """The kind of checkpoint that was recognised, and the states that were loaded from it."""
 
     source: str  # "torch.optim.AdamW"
     parameters: int  # with states in the checkpoint
@@ -104,55 +104,57 @@ def load_optimizer_checkpoint(
     what it lacks and what it has beyond it.
     """
     with on_all_ranks(f"loading {path}"):
-        leeway = Leeway.of(strict, partial, rename)
+        options = LoadOptions.checked(strict, partial, rename)
         check_order(model, optimizer)
         check_whole(model, optimizer.store.params)
         source = open_source(path)
     if len(distinct(source.published)) > 1:
         raise Replaced(f"{path} was replaced by a run that saves there while ranks opened it: load again")
-    loader = checked(model, optimizer, source, verify=verify, leeway=leeway)
+    loader = prepare(model, optimizer, source, options, verify=verify)
     loader.read()
     return loader.load()
 
 
-def checked(
-    model: torch.nn.Module, optimizer: ShardedOptimizer, source: Source, *, verify: bool | None, leeway: Leeway
+def prepare(
+    model: torch.nn.Module, optimizer: ShardedOptimizer, source: Source, options: LoadOptions, *, verify: bool | None
 ) -> Loader:
-    """What :func:`load_optimizer_checkpoint` finds in one that is open, compared with the optimizer; a collective.
+    """The loader of an open checkpoint, which has been compared with the optimizer; a collective.
 
-    Changes nothing, and reads no states.
+    Changes nothing and reads no states. Arguments and errors are those of :func:`load_optimizer_checkpoint`.
     """
     doing = f"loading {source.path}"
     optimizer.store.exchange_offsets()
-    everyone = {name for names in distinct(_all_names(model)) for name in names}
+    own = [name for names in parameter_names(model).values() for name in names]
+    everyone = {name for names in distinct(own) for name in names}
     with on_all_ranks(doing):
-        contents = find_contents(source, Naming(everyone, leeway.rename), optimizer.store.state_names)
+        contents = find_contents(source, Naming(everyone, options.rename), optimizer.store.state_names)
     if verify is not False:
         metadata = source.metadata if isinstance(source, DcpFolder) else None
         keys = optimizer_keys(source, contents.prefix)
         verify_items(folder_at(source.path), keys, required=bool(verify), metadata=metadata)
     with on_all_ranks(doing):
         sort_contents(source, contents)
-        loader = Loader(model, optimizer, source, contents, leeway)
+        loader = Loader(model, optimizer, source, contents, options)
     return loader
-
-
-def _all_names(model: torch.nn.Module) -> list[str]:
-    return [name for names in parameter_names(model).values() for name in names]
 
 
 class Loader:
     """Turns a checkpoint into a state dict of one optimizer. All of it is checked when this is made."""
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: ShardedOptimizer, source: Source, contents: Contents, leeway: Leeway
+        self,
+        model: torch.nn.Module,
+        optimizer: ShardedOptimizer,
+        source: Source,
+        contents: Contents,
+        options: LoadOptions,
     ) -> None:
         self.optimizer = optimizer
         self.source = source
         self.names = parameter_names(model)
         self.params = optimizer.store.params
         self.contents = contents
-        self._leeway = leeway
+        self._options = options
         self._differences = Differences()
         self._rules = optimizer.store.rules()
         self.ids = self._match()
@@ -160,27 +162,30 @@ class Loader:
         untimed = [id_ for param, id_ in zip(self.params, self.ids, strict=True) if not self._rules[param].needs_step]
         self.saved_steps = dict.fromkeys(untimed, 0) | read_steps(self.source, self.contents)
         self.saved_steps |= {self.ids[i]: 0 for i in self._restarted}
-        self._found = self._states()
-        self._groups = [self._group(number, members) for number, members in enumerate(self._members())]
-        self._objects = self._read_objects()
+        self._saved_states = self._states()
+        positions = iter(range(len(self.params)))
+        members = [list(islice(positions, len(group["params"]))) for group in optimizer.param_groups]
+        self._groups = [self._group(number, own) for number, own in enumerate(members)]
+        keys = [key for states in self._saved_states.values() for key in _keys(states)]
+        self._objects = read_small(source, [key for key in keys if source.entries[key] is None])
         self._state: dict[int, dict[str, Any]] = {}
         self._entries: dict[Any, Any] = {}
         self._check()
 
     @torch.no_grad()
     def read(self) -> None:
-        """The states, into host memory. A collective that changes nothing; for :meth:`load`."""
+        """Read the states into host memory, for :meth:`load`. A collective; changes nothing."""
         with on_all_ranks(f"loading {self.source.path}"):
             self._state = self._read()
 
     @torch.no_grad()
     def load(self) -> LoadReport:
-        """A collective, once the model's parameters are there."""
+        """Load the optimizer. A collective, to be called once the model's parameters are loaded."""
         try:
             self._load(f"loading {self.source.path}")
         finally:
             self._state = {}
-        going_on = self._found.keys() - self._restarted
+        going_on = self._saved_states.keys() - self._restarted
         latest = {i: group["step"] for group in self._groups for i in group["params"] if i in going_on}
         behind = sum(self.saved_steps[self.ids[i]] != step for i, step in latest.items())
         warn_of_earlier_steps(behind, len(latest), str(self.source.path))
@@ -196,11 +201,11 @@ class Loader:
 
     @property
     def report(self) -> LoadReport:
-        """Of what is loaded."""
+        """The report of this load."""
         return LoadReport(
             source=self.contents.writer,
-            parameters=len(self._found),
-            without_states=len(self.ids) - len(self._found),
+            parameters=len(self._saved_states),
+            without_states=len(self.ids) - len(self._saved_states),
             steps=tuple(group["step"] for group in self._groups),
             masters=self._masters(),
             differences=self._differences,
@@ -223,7 +228,7 @@ class Loader:
         untied = {name for names in self.names.values() for name in [n for n in names if n in listed][1:]}
         removed = sorted((listed - known) | untied)
         missing = [self._describe(i) for i in new if not self._is_admitted(i)]
-        unexpected = [name for name in removed if not self._leeway.admits(name)]
+        unexpected = [name for name in removed if not self._options.admits(name)]
         if missing or unexpected:
             shown = [f"{name} (tied in the model)" if name in untied else name for name in unexpected]
             self._refuse_other_model(missing, shown)
@@ -246,7 +251,7 @@ class Loader:
         raise ValueError(f"{self.source.path} is of another model: {'; '.join(texts)}; {hint}")
 
     def _is_admitted(self, i: int) -> bool:
-        return any(map(self._leeway.admits, self.names.get(self.params[i], ())))
+        return any(map(self._options.admits, self.names.get(self.params[i], ())))
 
     def _shown(self, i: int) -> str:
         return self._name(i) or f"parameter {i}"
@@ -269,7 +274,7 @@ class Loader:
 
         Raises ValueError where ``strict`` does not admit it.
         """
-        found = set()
+        restarted = set()
         for i, (param, id_) in enumerate(zip(self.params, self.ids, strict=True)):
             try:
                 check_rule(self._rules[param], [self.contents.settings.get(id_, {})], str(self.source.path))
@@ -277,35 +282,37 @@ class Loader:
                 if not self._is_admitted(i):
                     hint = "strict=False starts the states of such parameters anew, and keeps their masters"
                     raise ValueError(f"{error}; {hint}") from None
-                found.add(i)
-        self._differences = replace(self._differences, restarted=tuple(map(self._shown, sorted(found))))
-        return found
+                restarted.add(i)
+        self._differences = replace(self._differences, restarted=tuple(map(self._shown, sorted(restarted))))
+        return restarted
 
     def _states(self) -> dict[int, _Components]:
-        """By parameter, the states that the checkpoint has for it: key by component."""
+        """The keys of each parameter's states in the checkpoint, by component. Notes which parameters were reshaped."""
         names, saved = self.optimizer.store.state_names, self.contents.states
-        found: dict[int, _Components] = {}
+        by_parameter: dict[int, _Components] = {}
         reshaped = []
         for i, id_ in enumerate(self.ids):
             if id_ not in saved:
                 continue
-            found[i] = {name: saved[id_][name] for name in names if name in saved[id_]}
+            states = {name: saved[id_][name] for name in names if name in saved[id_]}
             if i in self._restarted:
-                found[i] = {name: own for name, own in found[i].items() if name == MASTER}
-            elif self._is_admitted(i) and not self._fits(i, found[i]):
-                del found[i]
+                states = {name: components for name, components in states.items() if name == MASTER}
+            elif self._is_admitted(i) and not self._fits(i, states):
                 reshaped.append(self._shown(i))
+                continue
             else:
                 self._check_states(i)
+            by_parameter[i] = states
         self._differences = replace(self._differences, reshaped=tuple(reshaped))
-        return found
+        return by_parameter
 
     def _fits(self, i: int, states: _Components) -> bool:
         described = self._described(states)
         objects = {key: None for key in _keys(states) if self.source.entries[key] is None}
-        found = {name: nested(own, {**described, **self.source.read(objects)}) for name, own in states.items()}
+        values = {**described, **self.source.read(objects)}
+        saved = {name: nested(components, values) for name, components in states.items()}
         try:
-            check_states(self._rules[self.params[i]], self.params[i], found, "")
+            check_states(self._rules[self.params[i]], self.params[i], saved, "")
         except (KeyError, RuntimeError, TypeError, ValueError):
             return False
         return True
@@ -328,28 +335,20 @@ class Loader:
             text = "does not load into shards with chunk lists of their own; save with checkpoint_format='unscaled'"
             raise TypeError(f"{self._describe(i)}: the native form of {native[0]} in {self.source.path} {text}")
 
-    def _members(self) -> Iterator[range]:
-        """The positions of each group's parameters."""
-        first = 0
-        for group in self.optimizer.param_groups:
-            yield range(first, first + len(group["params"]))
-            first += len(group["params"])
-
-    def _group(self, number: int, members: range) -> dict[str, Any]:
-        what = f"param group {number}"
+    def _group(self, number: int, members: list[int]) -> dict[str, Any]:
         group = self.optimizer.store.groups[number]
         settings = self._group_settings(number, group, members)
         rule = self.optimizer.rule.for_group(group)
         lacking = [key for key in ("lr", *rule.repr_keys, "weight_decay") if key not in settings]
         saved = [i for i in members if self.ids[i] and i not in self._restarted]
         if lacking and any(self.params[i].requires_grad for i in saved):
-            raise ValueError(f"{what}: {self.source.path} lacks its {', '.join(lacking)}")
-        step = max((self.saved_steps.get(self.ids[i], 0) for i in saved if i in self._found), default=0)
+            raise ValueError(f"param group {number}: {self.source.path} lacks its {', '.join(lacking)}")
+        step = max((self.saved_steps.get(self.ids[i], 0) for i in saved if i in self._saved_states), default=0)
         names = [self._name(i) for i in members]  # for messages
-        return {**settings, "step": step, "params": list(members), "param_names": names}
+        return {**settings, "step": step, "params": members, "param_names": names}
 
     def _group_settings(self, number: int, group: Mapping[str, Any], members: Iterable[int]) -> dict[str, Any]:
-        """What the checkpoint has for all members alike."""
+        """The settings on which all members agree in the checkpoint."""
 
         def taken(i: int) -> dict[str, Any]:
             if i in self._restarted:  # hyperparameters of another rule mean something else
@@ -361,13 +360,8 @@ class Loader:
         described = ((self._describe(i), taken(i)) for i in members)
         return common_settings(self.source, f"param group {number}", described)
 
-    def _read_objects(self) -> dict[str, Any]:
-        """What is no tensor."""
-        keys = [key for states in self._found.values() for key in _keys(states)]
-        return read_small(self.source, [key for key in keys if self.source.entries[key] is None])
-
     def _described(self, states: _Components) -> dict[str, Tensor]:
-        """Tensors without memory."""
+        """Tensors without memory (``meta``) of the shapes and dtypes of these states, by key."""
         infos = {key: self.source.entries[key] for key in _keys(states)}
         return {
             key: torch.empty(info.shape, dtype=info.dtype, device="meta")
@@ -376,11 +370,11 @@ class Loader:
         }
 
     def _check(self) -> None:
-        """Raise TypeError or ValueError for what does not fit, by shapes and dtypes alone: tensors are read later."""
+        """Raise TypeError or ValueError for states that do not fit, by shapes and dtypes: tensors are read later."""
         state: dict[int, dict[str, Any]] = {}
-        for i, states in self._found.items():
+        for i, states in self._saved_states.items():
             values = self._objects | self._described(states)
-            state[i] = self._zeros(i) | {name: nested(own, values) for name, own in states.items()}
+            state[i] = self._zeros(i) | {name: nested(components, values) for name, components in states.items()}
             state[i][STEP] = self.saved_steps[self.ids[i]]
         try:
             check(self.optimizer.store, {"state": state, "param_groups": self._groups})
@@ -391,7 +385,7 @@ class Loader:
     def _read(self) -> dict[int, dict[str, Any]]:
         """States as ``optimizer.load_state_dict`` takes them: a tensor each or, in the native form, a dict."""
         buffers: dict[str, Tensor | None] = {}
-        for i, states in self._found.items():
+        for i, states in self._saved_states.items():
             for component, key in chain.from_iterable(components.items() for components in states.values()):
                 buffer = native_buffer_for if component else buffer_for
                 if (info := self.source.entries[key]) is not None:
@@ -400,15 +394,18 @@ class Loader:
         for i, keys in others.items():
             buffers |= {key: buffer_beside(self.params[i], self.source.entries[key]) for key in keys.values()}
         values = self._objects | self.source.read(buffers)
-        state: dict[int, dict[str, Any]] = {i: {} for i in range(len(self.ids)) if i in self._found or others[i]}
+        state: dict[int, dict[str, Any]] = {i: {} for i in range(len(self.ids)) if i in self._saved_states or others[i]}
         self._entries = read_entries(self.source, self.contents.prefix)
         for i, own in state.items():
-            own |= self._zeros(i) | {name: nested(keys, values) for name, keys in self._found.get(i, {}).items()}
+            own |= self._zeros(i) | {name: nested(keys, values) for name, keys in self._saved_states.get(i, {}).items()}
             own |= assembled({setting_after(self.source.place(key), t): values[key] for t, key in others[i].items()})
         return state
 
     def _zeros(self, i: int) -> dict[str, Tensor]:
-        """Where states start anew: whole ones, without memory."""
+        """Zeros in place of the states of a restarted parameter: whole ones without memory.
+
+        Empty for other parameters.
+        """
         if i not in self._restarted:
             return {}
         param = self.params[i]
@@ -416,7 +413,7 @@ class Loader:
         return {spec.name: zero for spec in self._rules[param].states}
 
     def _check_parameters(self, state: Mapping[int, Mapping[str, Any]]) -> None:
-        """Raise ValueError for parameters that are not those that their remainders belong to. A collective."""
+        """Raise ValueError if parameters are not those that remainders were split from. A collective."""
         loaded = []
         for i, states in state.items():
             if is_remainder(saved := states.get(MASTER)):
@@ -427,7 +424,7 @@ class Loader:
     def _masters(self) -> str:
         if all(param.dtype == torch.float32 for param in self.params):
             return "no masters needed"
-        if not any(MASTER in states for states in self._found.values()):
+        if not any(MASTER in states for states in self._saved_states.values()):
             return "masters seeded from parameters" if self.optimizer.settings.master_weights else "no masters"
         return "masters loaded" if self.optimizer.settings.master_weights else "parameters written from masters"
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
-from fused_optim.checkpoint.reading.leeway import Differences, Leeway, Naming
+from fused_optim.checkpoint.reading.naming import Differences, LoadOptions, Naming
 from fused_optim.checkpoint.reading.source import TensorInfo
 from fused_optim.checkpoint.storage.nested import Path, assembled, flat, path_after
-from fused_optim.memory.host_memory import room
+from fused_optim.memory.host_memory import empty_host
 from fused_optim.options.checks import some_of
 
 _PREFIX, _STATES = "model.", "optimizer.state."
@@ -21,23 +21,27 @@ _EXTRA_STATE = re.compile(r"(?P<name>(?:.+\.)?_extra_state)(?:\.(?P<rest>.*))?")
 
 
 def misfit(current: Any, info: TensorInfo | None) -> str:
-    """How a checkpoint's entry differs from what it is to be loaded into, if it does."""
+    """The difference between a value and the checkpoint's entry for it, as text; "" if it fits."""
     expected = f"shape {tuple(current.shape)}" if isinstance(current, Tensor) else "an object"
     found = "an object" if info is None else f"shape {tuple(info.shape)}"
     return "" if expected == found else f"expected {expected}, found {found}"
 
 
 def flat_names(state: dict[str, Any]) -> list[str]:
-    """Of what is in a model's state dict."""
+    """The flat names of the entries in a model's state dict, sorted."""
     return sorted(_flat(state)[0])
 
 
 def _flat(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
-    """Values and places by name. What modules save beside tensors is one value, of any structure, if it has no shards.
+    """(values, places) of a state dict by flat name. Extra states without shards stay whole, whatever their structure.
 
-    Its parts may be other ones in the checkpoint, and are not compared.
+    Parts of such a state may be others in the checkpoint, and are not compared.
     """
-    whole = {name: value for name, value in state.items() if _is_extra(name) and not _has_shards(value)}
+    whole = {
+        name: value
+        for name, value in state.items()
+        if _is_extra(name) and not any(isinstance(part, DTensor) for part in flat({"": value})[0].values())
+    }
     values, places = flat({"model": {name: value for name, value in state.items() if name not in whole}})
     names = {key: key.removeprefix(_PREFIX) for key in values}
     return (
@@ -48,10 +52,6 @@ def _flat(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
 
 def _is_extra(name: str) -> bool:
     return _EXTRA_STATE.fullmatch(name) is not None and name.endswith("_extra_state")
-
-
-def _has_shards(value: Any) -> bool:
-    return any(isinstance(each, DTensor) for each in flat({"": value})[0].values())
 
 
 class ModelLoader:
@@ -67,12 +67,12 @@ class ModelLoader:
         source: DcpFolder,
         everyone: Collection[str],
         tied: Iterable[list[str]],
-        leeway: Leeway,
+        options: LoadOptions,
     ) -> None:
         self.state = state
         self._source = source
         self._current, self._places = _flat(state)
-        naming = Naming(everyone, leeway.rename)
+        naming = Naming(everyone, options.rename)
         self._keys = self._saved(naming)
         self._untied = {name for names in tied for name in self._drop_aliases(names)}
         new = [name for name in self._current if name not in self._keys]
@@ -80,10 +80,10 @@ class ModelLoader:
         reshaped = [name for name in self._current if name in self._keys and self._misfit(name)]
         self.differences = Differences(tuple(new), tuple(removed), tuple(reshaped), naming.renamed)
         self._fitting = [name for name in self._current if name not in {*new, *reshaped}]
-        self._refuse(*([name for name in names if not leeway.admits(name)] for names in (new, removed, reshaped)))
+        self._refuse(*([name for name in names if not options.admits(name)] for names in (new, removed, reshaped)))
 
     def _saved(self, naming: Naming) -> dict[str, dict[str, Path]]:
-        """By name in the model, the keys of each value and the places in it: () of what is one whole."""
+        """The keys of each value, by name in the model, with their places in it: () if the entry is the whole value."""
         saved: dict[str, dict[str, Path]] = {}
         for key in self._source.entries:
             if not key.startswith(_PREFIX):
@@ -98,7 +98,10 @@ class ModelLoader:
         return saved
 
     def _drop_aliases(self, names: list[str]) -> list[str]:
-        """Only the first of a parameter's names is loaded. Returns those of others in the checkpoint."""
+        """Keep only the first saved name of a tied parameter.
+
+        Returns its other names that have states in the checkpoint.
+        """
         saved = [name for name in names if name in self._keys]
         for name in names if saved else ():
             if name != saved[0]:
@@ -139,16 +142,16 @@ class ModelLoader:
         return self.state
 
     def _target(self, name: str, key: str) -> Tensor | None:
-        """What an entry is read into; None for an object."""
+        """The tensor that an entry is read into; None for an object."""
         current, info = self._current[name], self._source.entries[key]
         if info is None:
             return None
         if isinstance(current, Tensor) and (not self._is_whole(name) or (*current.shape,) == info.shape):
             return current
-        return room(info.shape, info.dtype)
+        return empty_host(info.shape, info.dtype)
 
     def _is_whole(self, name: str) -> bool:
-        """Whether it is an extra state, which may be of any structure."""
+        """True for an extra state without shards, which may be of any structure."""
         return _is_extra(name) and not isinstance(self._current[name], DTensor)
 
 
@@ -160,5 +163,5 @@ def _put(state: Any, place: Path, value: Any) -> None:
 
 
 def _own_key(state: Any, step: str | int) -> Any:
-    """Keys of mappings are texts in places, whatever they are."""
+    """The mapping's own key that reads ``step`` as text; places hold texts for all keys."""
     return next((key for key in state if str(key) == step), step) if isinstance(state, Mapping) else step

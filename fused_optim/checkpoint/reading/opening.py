@@ -26,10 +26,10 @@ def open_source(path: PathLike | Folder) -> Source:
         f"expected a folder of torch.distributed.checkpoint with a file {FILE}, which is written last, a file of "
         "torch.save, or safetensors files"
     )
-    found = "found nothing"
+    contents = "found nothing"
     if folder.exists():
-        found = f"found none of them; {unfinished(folder)}"
-    raise FileNotFoundError(f"{folder}: {expected}; {found}")
+        contents = f"found none of them; {unfinished(folder)}"
+    raise FileNotFoundError(f"{folder}: {expected}; {contents}")
 
 
 def open_checked(path: PathLike) -> Source:

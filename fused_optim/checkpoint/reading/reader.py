@@ -38,7 +38,7 @@ _HEAD = 4096  # bytes of a stored tensor in which its description is
 
 
 def load(state_dict: dict[str, Any], folder: Folder, metadata: Metadata) -> None:
-    """As ``dcp.load`` does, by this rank alone, without communication, of its parts. Raises what went wrong.
+    """Fill ``state_dict`` as ``dcp.load`` does, but on this rank only and without communication.
 
     Nothing is read before the files are known to be as long as the metadata says.
     """
@@ -89,7 +89,7 @@ class Reader:
             self._streams = {device: torch.cuda.current_stream(device) for device in devices}
             pairs = zip(tensors, targets, strict=True)
             prepared = done_by(pool, lambda pair: self._prepare(folder, *pair), pairs)
-            pieces = [piece for found in prepared for piece in found]
+            pieces = [piece for of_item in prepared for piece in of_item]
             upload = _Upload({piece.target.device for piece in pieces if piece.target.is_cuda})
             done_by(pool, lambda piece: piece.read(folder, upload), pieces)
         for item, target in zip(tensors, targets, strict=True):
@@ -99,7 +99,7 @@ class Reader:
         return range_of(item.storage_index.fqn, self._stored[item.storage_index])
 
     def _prepare(self, folder: Folder, item: ReadItem, target: Tensor) -> list[_Piece]:
-        """What is still to be read into ``target``: nothing, where the stored tensor had to be read as a whole."""
+        """The pieces still to be read into ``target``: none if the stored tensor had to be read as a whole."""
         file, start, length = self._place(item)
         stored = _describe(folder.read(file, start, min(length, _HEAD)), length)
         rows = None if stored is None else _rows(item, stored, target)
@@ -152,9 +152,9 @@ _NAMED: dict[tuple[str, str], Any] = {
 
 
 def _describe(head: bytes, length: int) -> _Stored | None:
-    """What the beginning of a file of torch.save says, which is a zip archive: ``data.pkl`` first, then the bytes.
+    """The tensor in a file of torch.save, from the file's first bytes: a zip archive that begins with ``data.pkl``.
 
-    None where it holds anything but a plain contiguous tensor as this machine has it in memory.
+    None unless it is one contiguous tensor in this machine's byte order.
     """
     try:
         header = head.index(b"PK\x03\x04", head.index(b"archive/data/0") - 30)
@@ -179,7 +179,7 @@ def _described(head: bytes) -> _Stored | None:
 
 
 def _tensor(content: bytes) -> tuple[torch.dtype, int, int, tuple[int, ...], tuple[int, ...]]:
-    """Of a pickle of a plain tensor: dtype, elements of its storage, its first one, shape and stride.
+    """(dtype, elements of the storage, storage offset, shape, stride) of a pickled tensor.
 
     Raises ValueError, TypeError or IndexError for anything else.
     """
@@ -191,7 +191,9 @@ def _tensor(content: bytes) -> tuple[torch.dtype, int, int, tuple[int, ...], tup
     if len(shape) > 64:
         raise ValueError("more dims than torch computes with")
     numbers = (numel, first, *shape, *stride)
-    if not all(type(each) is int and 0 <= each < 1 << 63 for each in numbers) or not isinstance(dtype, torch.dtype):
+    if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers) or not isinstance(
+        dtype, torch.dtype
+    ):
         raise ValueError("no plain tensor")
     if (kind, name) != ("storage", "0"):
         raise ValueError("not all of its storage")
@@ -199,7 +201,7 @@ def _tensor(content: bytes) -> tuple[torch.dtype, int, int, tuple[int, ...], tup
 
 
 def _content(head: bytes, header: int, name: bytes) -> int:
-    """Where the content of a member of a zip archive begins, by its header. Raises ValueError if it is another one."""
+    """The offset at which a zip archive's member begins, from its header. Raises ValueError for another member."""
     if head[header : header + 4] != b"PK\x03\x04" or head[header + 8 : header + 10] != b"\0\0":  # stored as it is
         raise ValueError(name)
     names, extra = (int.from_bytes(head[header + at : header + at + 2], "little") for at in (26, 28))
@@ -278,7 +280,7 @@ class _Part:
 
 
 def _staging(count: int) -> list[Tensor]:
-    """Page-locked where the system lets: else the driver copies once more, and the host waits for it."""
+    """Buffers to copy through to GPUs: page-locked if the system permits it; otherwise the driver copies once more."""
     sizes = [_UPLOADED] * count
     try:
         return HostBuffers(sizes, locked=True, shared=False).tensors

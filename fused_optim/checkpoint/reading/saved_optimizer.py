@@ -25,7 +25,7 @@ _KIND = {name: spec.kind for name, spec in known_states().items()} | {MASTER: Ki
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor under a key."""
+    """A stored tensor under a key."""
 
     source: Source
     key: str
@@ -77,7 +77,7 @@ class SavedState:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The parameter's."""
+        """The parameter's shape."""
         component = next((each for each in ("", "bits", *KINDS) if each in self.keys), None)
         if component is None:
             raise ValueError(f"{self}: expected a tensor, bits or remainders, found {', '.join(self.keys)} alone")
@@ -86,7 +86,7 @@ class SavedState:
 
     @property
     def format(self) -> str:
-        """In words: "int8", "float32", "16-bit remainder"."""
+        """The format as text: "int8", "float32", "16-bit remainder"."""
         if self.remainder is not None:
             return f"{8 * self.remainder.dtype.itemsize}-bit remainder"
         if "bits" in self.keys:
@@ -95,14 +95,14 @@ class SavedState:
 
     @property
     def remainder(self) -> Master | None:
-        """Which low bits of masters it is, if it is."""
+        """The kind of remainder if the state is the low bits of masters; else None."""
         if "" in self.keys:  # as TransformerEngine saves them
             return Master.REMAINDER16 if self.name == MASTER and self._info("").dtype == torch.int16 else None
         return next((kind for component, kind in KINDS.items() if component in self.keys), None)
 
     @property
     def is_complete(self) -> bool:
-        """Whether its values can be read: low bits mean nothing alone."""
+        """True if its values can be read: remainders need the parameter."""
         return self.remainder is None or self.weight is not None
 
     def _info(self, component: str) -> TensorInfo:
@@ -122,7 +122,7 @@ class SavedState:
         return self._read().read()
 
     def _read(self) -> Stored | Joined:
-        """What is decoded piece by piece."""
+        """The checked state, to be decoded piece by piece."""
         saved = nested(self.keys, {key: self.source.value(key) for key in self.keys.values()})
         param = torch.empty(self.shape, device="meta") if self.remainder is None else self._high_bits()
         try:
@@ -163,7 +163,7 @@ class SavedOptimizer:
 
     @property
     def layout(self) -> str:
-        """Who writes it so."""
+        """The writer of such states, and the form of this package's: "fused_optim, native form"."""
         if self.contents.writer != "fused_optim":
             return self.contents.writer
         components = {each for states in self.states.values() for state in states.values() for each in state.keys}
@@ -185,11 +185,11 @@ def read_optimizer(source: Source, model: Source | None = None) -> SavedOptimize
     weights = _weights(source if model is None else model, known, contents.state_keys)
     states = {
         names[id_]: {
-            name: SavedState(source, names[id_], name, found[name], weights.get(names[id_]))
+            name: SavedState(source, names[id_], name, of_parameter[name], weights.get(names[id_]))
             for name in _KIND
-            if name in found
+            if name in of_parameter
         }
-        for id_, found in contents.states.items()
+        for id_, of_parameter in contents.states.items()
     }
     return SavedOptimizer(source, contents, names, weights, states)
 
@@ -205,12 +205,12 @@ def _names(contents: Contents) -> dict[str, str]:
 
 
 def _weights(source: Source, names: set[str], taken: set[str]) -> dict[str, SavedTensor]:
-    """Those under the prefix under which most of the names are found."""
-    found: dict[str, dict[str, SavedTensor]] = {}
+    """The model's tensors that belong to these names: under the prefix under which most of them are found."""
+    by_prefix: dict[str, dict[str, SavedTensor]] = {}
     for key, info in source.entries.items():
         words = key.split(".") if info is not None and key not in taken else []
         for i in range(len(words)):
             if (name := ".".join(words[i:])) in names:
-                found.setdefault(".".join(words[:i]), {})[name] = SavedTensor(source, key)
-    ranked = sorted(found, key=lambda prefix: (len(found[prefix]), prefix == "model"))
-    return found[ranked[-1]] if ranked else {}
+                by_prefix.setdefault(".".join(words[:i]), {})[name] = SavedTensor(source, key)
+    ranked = sorted(by_prefix, key=lambda prefix: (len(by_prefix[prefix]), prefix == "model"))
+    return by_prefix[ranked[-1]] if ranked else {}

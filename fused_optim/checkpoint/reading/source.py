@@ -19,7 +19,7 @@ from fused_optim.sharding.dtensor import local_tensor
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a tensor before it is read."""
+    """The shape and dtype of a stored tensor, known before it is read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class Source(ABC):
         return found
 
     def place(self, key: str) -> tuple[str | int, ...]:
-        """Where it is in the nested state dict, as far as that is known."""
+        """The entry's path in the nested state dict, as far as it is known."""
         return (key,)
 
     @abstractmethod

@@ -1,1 +1,1 @@
-"""Where checkpoints are: folders, and the files that say what is in them and whether they are whole."""
+"""Folders of checkpoints, and the files that describe their contents and prove them whole."""

@@ -59,8 +59,8 @@ def write_checksums(path: PathLike, *, no_dist: bool = False) -> None:
         check_finished(folder)
         items = _items(read_metadata(folder))
         sums = _sum_up(folder, _share({item.range for item in items}, no_dist))
-        own = {item.range: _crc(folder, item, sums[item.range]) for item in items if item.range in sums}
-    shares = [own] if no_dist else gather_at_first(own)
+        of_rank = {item.range: _crc(folder, item, sums[item.range]) for item in items if item.range in sums}
+    shares = [of_rank] if no_dist else gather_at_first(of_rank)
     with on_all_ranks(f"checksums of {folder}", no_dist):
         if no_dist or this_rank() == 0:
             write_file(folder, {range_: crc for share in shares for range_, crc in share.items()})
@@ -124,9 +124,9 @@ def verifying(
         thread.shutdown(wait=False)
     if not (damages if no_dist else on_any(bool(damages))):
         return
-    found = gather((damages[:1], len(damages)), no_dist)
-    if first := next((text for texts, _ in found for text in texts), None):
-        more = sum(count for _, count in found) - 1
+    of_ranks = gather((damages[:1], len(damages)), no_dist)
+    if first := next((text for texts, _ in of_ranks for text in texts), None):
+        more = sum(count for _, count in of_ranks) - 1
         raise Damaged(f"{folder} is damaged: {first}" + (f"; and {more} more" if more else ""))
 
 
@@ -138,7 +138,7 @@ def _own_damages(
     metadata: Future[Metadata] | None,
     unwanted: threading.Event,
 ) -> list[str]:
-    """In this rank's share."""
+    """Damages that this rank finds in its share."""
     if folder.size(FILE) is None:
         if required:
             check_finished(folder)
@@ -161,13 +161,13 @@ def _damages(
         if item.range not in sums:  # another rank's
             continue
         try:
-            found = _crc(folder, item, sums[item.range])
+            crc = _crc(folder, item, sums[item.range])
         except ValueError as error:
             yield str(error)
         else:
             wanted = expected.get(item.range, "none")
-            if found != wanted:
-                yield f"{item}: expected CRC-32 {wanted}, found {found}"
+            if crc != wanted:
+                yield f"{item}: expected CRC-32 {wanted}, found {crc}"
 
 
 def _sum_up(folder: Folder, ranges: Iterable[Range], unwanted: threading.Event | None = None) -> dict[Range, _Sum]:
@@ -200,7 +200,10 @@ def _crc(folder: Folder, item: _Item, found: _Sum) -> str:
 
 
 def _items(metadata: Metadata) -> list[_Item]:
-    """In the order of their bytes: neighbours in a file together. Raises Damaged for items that share bytes."""
+    """The items in the order of their bytes: neighbours in a file together.
+
+    Raises Damaged for items that share bytes.
+    """
     stored: Mapping[Any, Any] = metadata.storage_data
     items = [
         _Item(index.fqn, index.offset and tuple(index.offset), (info.relative_path, info.offset, info.length))
@@ -230,10 +233,10 @@ def _share(ranges: Iterable[Range], no_dist: bool) -> Iterator[Range]:
     ordered = sorted(ranges)
     rank, ranks = (0, 1) if no_dist else (this_rank(), world_size())
     total, before = sum(length for _, _, length in ordered), 0
-    for each in ordered:
+    for range_ in ordered:
         if min(before * ranks // max(total, 1), ranks - 1) == rank:
-            yield each
-        before += each[2]
+            yield range_
+        before += range_[2]
 
 
 # --- the file ---------------------------------------------------------------------------------------------------
@@ -266,7 +269,7 @@ def _read(folder: Folder) -> dict[Range, str]:
         raise Damaged(f"{file} cannot be read ({type(error).__name__}); it is truncated or damaged") from error
     if version > VERSION:
         raise ValueError(f"{file}: expected version {VERSION} at most, found {version}: update fused_optim")
-    if any(type(each) is not int or each < 0 for _, *numbers in ranges for each in numbers):
+    if any(type(number) is not int or number < 0 for _, *numbers in ranges for number in numbers):
         raise Damaged(f"{file} cannot be read: bytes begin and end at numbers from 0 on; it is damaged")
     _check_apart(file, ranges)
     if (found := _metadata_crc(folder)) != expected:

@@ -1,4 +1,4 @@
-"""What is said of checkpoints that are not whole."""
+"""Errors of checkpoints that are not whole."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ class Replaced(Damaged):
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether an error says that a checkpoint is not whole, not that it cannot be opened or is newer than the code."""
+    """True if a checkpoint is not whole; False if it cannot be opened now, or is newer than the code."""
     return isinstance(error, Damaged | FileNotFoundError | EOFError)

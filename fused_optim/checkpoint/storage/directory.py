@@ -25,8 +25,8 @@ _PINNED = "fused_optim_pinned"  # a file of earlier versions: its checkpoint sta
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint that is there. ``problem``: why it cannot be whole; ``manifest``: None of one that others wrote."""
+class ListedCheckpoint:
+    """A checkpoint in the folder. ``problem``: why it cannot be whole. ``manifest``: None if others wrote it."""
 
     name: str
     step: int
@@ -35,7 +35,7 @@ class Found:
 
 
 class CheckpointDirectory:
-    """Only one rank changes it; all of them read."""
+    """A run's folder of checkpoints. Only one rank changes it; all of them read."""
 
     def __init__(self, folder: Folder, retention: Retention) -> None:
         self.folder = folder
@@ -53,75 +53,81 @@ class CheckpointDirectory:
 
     # --- reading ------------------------------------------------------------------------------------------------
 
-    def newest_first(self) -> list[Found]:
-        """What is there, from manifests alone; of attempts at the same step only the last. Changes nothing.
+    def newest_first(self) -> list[ListedCheckpoint]:
+        """The checkpoints by their manifests; of several attempts at a step, only the last. Changes nothing.
 
-        Raises OSError for what cannot be read now and may be read later, ValueError for what is newer than this code.
+        Raises OSError if the folder cannot be read now, ValueError for a checkpoint that is newer than this code.
         """
         self._manifests.clear()
-        newest: dict[int, Found] = {}
-        for each in _sorted(each for name in self.folder.names() if (each := self._found(name)) is not None):
-            if each.step not in newest or newest[each.step].problem is not None:
-                newest[each.step] = each
+        newest: dict[int, ListedCheckpoint] = {}
+        listed = map(self._listed, self.folder.names())
+        for checkpoint in _sorted(checkpoint for checkpoint in listed if checkpoint is not None):
+            if checkpoint.step not in newest or newest[checkpoint.step].problem is not None:
+                newest[checkpoint.step] = checkpoint
         return _sorted(newest.values())
 
-    def _own(self) -> list[Found]:
-        """All attempts with manifests that can be read, the newest first. Those that are known are not read again.
+    def _own(self) -> list[ListedCheckpoint]:
+        """All attempts with readable manifests, the newest first. Known manifests are not read again.
 
-        Others keep no save from being made, and stay.
+        Checkpoints that cannot be read prevent no save, and stay.
         """
-        found = []
+        attempts = []
         for name in self.folder.names():
             try:
-                each = self._found(name)
+                attempt = self._listed(name)
             except (OSError, ValueError) as error:
                 logger.warning("left as it is: %s", error)
             else:
-                found += [each] if each is not None and each.manifest is not None else []
-        return _sorted(found)
+                attempts += [attempt] if attempt is not None and attempt.manifest is not None else []
+        return _sorted(attempts)
 
-    def _found(self, name: str) -> Found | None:
+    def _listed(self, name: str) -> ListedCheckpoint | None:
         match = CHECKPOINT.fullmatch(name)
         if match is None:
             return None
         step, place = int(match[1]), self.folder.child(name)
         try:
-            found = self._manifests.get(name) or manifest.read(place)
+            saved = self._manifests.get(name) or manifest.read(place)
         except FileNotFoundError:
             return self._without_manifest(name, step, is_attempt=match[2] is not None)
         except ValueError as error:
             if is_damage(error):
-                return Found(name, step, problem=str(error))
+                return ListedCheckpoint(name, step, problem=str(error))
             raise
-        if found.step != step:
+        if saved.step != step:
             raise ValueError(
-                f"{place}: its manifest is of step {found.step}; was the folder renamed? Name it as it was"
+                f"{place}: its manifest is of step {saved.step}; was the folder renamed? Name it as it was"
             )
-        self._manifests[name] = found
-        return Found(name, step, found)
+        self._manifests[name] = saved
+        return ListedCheckpoint(name, step, saved)
 
-    def _without_manifest(self, name: str, step: int, is_attempt: bool) -> Found | None:
-        """What ``dcp.save`` or ``convert`` has written under this name; on object stores perhaps an attempt."""
+    def _without_manifest(self, name: str, step: int, is_attempt: bool) -> ListedCheckpoint | None:
+        """A checkpoint of ``dcp.save`` or ``convert`` under this name;
+
+        None for an unfinished attempt on object stores.
+        """
         place = self.folder.child(name)
         if is_attempt or place.size(manifest.UNFINISHED) is not None:
             return None
         if place.size(metadata.FILE) is not None:
-            return Found(name, step)
-        return Found(name, step, problem=f"{place} has neither {manifest.FILE} nor {metadata.FILE}: it is not whole")
+            return ListedCheckpoint(name, step)
+        return ListedCheckpoint(
+            name, step, problem=f"{place} has neither {manifest.FILE} nor {metadata.FILE}: it is not whole"
+        )
 
-    def folder_of(self, found: Found) -> Folder:
-        """Where a checkpoint is."""
-        return self.folder.child(found.name)
+    def folder_of(self, checkpoint: ListedCheckpoint) -> Folder:
+        """The checkpoint's folder."""
+        return self.folder.child(checkpoint.name)
 
-    def check_whole(self, found: Found) -> None:
-        """Raise Damaged where it is not, as far as can be told without reading tensors' bytes."""
-        if found.manifest is not None:
-            manifest.check_whole(self.folder_of(found), found.manifest)
+    def check_whole(self, checkpoint: ListedCheckpoint) -> None:
+        """Raise Damaged if files are missing or torn, as far as can be told without reading tensors' bytes."""
+        if checkpoint.manifest is not None:
+            manifest.check_whole(self.folder_of(checkpoint), checkpoint.manifest)
 
     # --- writing ------------------------------------------------------------------------------------------------
 
     def draft(self, step: int, attempt: str) -> Folder:
-        """Where an attempt to save a step is written."""
+        """The folder that an attempt to save a step is written to."""
         prefix = _UNFINISHED if self.folder.is_local else ""
         return self.folder.child(f"{prefix}{_name(step)}.{attempt}")
 
@@ -143,37 +149,37 @@ class CheckpointDirectory:
         return attempt
 
     def release(self) -> None:
-        """All saves are made: other runs may have the folder."""
+        """Let other runs have the folder: all saves are made."""
         lock.release(self.folder)
 
     def _check_owner(self) -> None:
         assert self._lock is not None
         self._lock.check()
 
-    def finish(self, step: int, attempt: str, found: Manifest) -> None:
+    def finish(self, step: int, attempt: str, saved: Manifest) -> None:
         """Make a draft, whose other files are written and synced, the newest checkpoint; drop what need not stay.
 
         Raises Damaged, before anything is changed, where a file is not as it was written; ValueError where the folder
         is another run's meanwhile.
         """
         draft = self.draft(step, attempt)
-        manifest.check_files(draft, found.files)
+        manifest.check_files(draft, saved.files)
         earlier = self._own()
-        known = max((each.number for each in self._manifests.values()), default=0)  # listings may be late
-        found = replace(found, number=known + 1)
+        newest = max((known.number for known in self._manifests.values()), default=0)  # listings may be late
+        saved = replace(saved, number=newest + 1)
         self._check_owner()
-        manifest.write(draft, found)
+        manifest.write(draft, saved)
         draft.sync()
         manifest.read(draft)
         name = draft.name
         if self.folder.is_local:
             self._check_owner()
             name = self._publish(draft.name)
-        self._manifests[name] = found
-        self._prune([Found(name, step, found), *(each for each in earlier if each.name != name)])
+        self._manifests[name] = saved
+        self._prune([ListedCheckpoint(name, step, saved), *(other for other in earlier if other.name != name)])
 
     def _publish(self, name: str) -> str:
-        """Rename a draft; its name now. One of the same step, from before training went back, goes only then."""
+        """Rename a draft, and return its name now. An earlier checkpoint of the step is removed only then."""
         attempt = name.removeprefix(_UNFINISHED)
         visible = attempt.partition(".")[0]
         if self.folder.child(visible).exists():
@@ -216,19 +222,19 @@ class CheckpointDirectory:
             return False
         return match[2] is not None or place.size(manifest.UNFINISHED) is not None
 
-    def _prune(self, newest_first: list[Found]) -> None:
-        """Remove what need not stay, and earlier attempts at what does. What is not whole, or not ours, stays.
+    def _prune(self, newest_first: list[ListedCheckpoint]) -> None:
+        """Remove checkpoints that need not stay, and earlier attempts at steps that do. Others' and torn ones stay.
 
-        A checkpoint disappears at once, and is deleted then.
+        A checkpoint is renamed first, so that it disappears at once, and then deleted.
         """
         kept = self._retention.keeps(newest_first)
-        for each in newest_first:
+        for checkpoint in newest_first:
             try:
-                if each.name not in kept and self.folder.child(each.name).size(_PINNED) is None:
+                if checkpoint.name not in kept and self.folder_of(checkpoint).size(_PINNED) is None:
                     self._check_owner()
-                    self._remove(each.name)
+                    self._remove(checkpoint.name)
             except (OSError, ValueError) as error:
-                logger.warning("checkpoint of step %d cannot be removed: %s", each.step, error)
+                logger.warning("checkpoint of step %d cannot be removed: %s", checkpoint.step, error)
 
     def _remove(self, name: str) -> None:
         if self.folder.is_local:
@@ -245,27 +251,27 @@ class CheckpointDirectory:
         self._manifests.pop(name, None)
 
 
-def _sorted(found: Iterable[Found]) -> list[Found]:
-    """The newest first."""
-    listed = list(found)
-    return sorted(listed, key=lambda each: _age(each, listed), reverse=True)
+def _sorted(checkpoints: Iterable[ListedCheckpoint]) -> list[ListedCheckpoint]:
+    """The checkpoints, the newest first."""
+    listed = list(checkpoints)
+    return sorted(listed, key=lambda checkpoint: _age(checkpoint, listed), reverse=True)
 
 
-def _age(found: Found, others: Iterable[Found]) -> tuple[int, int]:
-    """A number that grows with the time of writing. What has no manifest is as old as its neighbours by step."""
-    if found.manifest is not None:
-        return found.manifest.number, 0
-    before = (each.manifest.number for each in others if each.manifest is not None and each.step <= found.step)
-    return max(before, default=0), found.step + 1
+def _age(checkpoint: ListedCheckpoint, others: Iterable[ListedCheckpoint]) -> tuple[int, int]:
+    """A number that grows with the time of writing. Without a manifest it is that of the neighbours by step."""
+    if checkpoint.manifest is not None:
+        return checkpoint.manifest.number, 0
+    before = (o.manifest.number for o in others if o.manifest is not None and o.step <= checkpoint.step)
+    return max(before, default=0), checkpoint.step + 1
 
 
 def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def have_rotated(earlier: Sequence[Found], now: Sequence[Found]) -> bool:
-    """Whether some checkpoints that were there are gone, for others."""
+def have_rotated(earlier: Sequence[ListedCheckpoint], now: Sequence[ListedCheckpoint]) -> bool:
+    """True if checkpoints of the earlier listing are gone and new ones are there, as while another run saves."""
     before, after = (
-        {(f.name, 0 if f.manifest is None else f.manifest.number) for f in each} for each in (earlier, now)
+        {(c.name, 0 if c.manifest is None else c.manifest.number) for c in listing} for listing in (earlier, now)
     )
     return bool(before - after) and bool(after - before)

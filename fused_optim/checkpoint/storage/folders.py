@@ -36,61 +36,64 @@ class Folder(Protocol):
 
     @property
     def is_local(self) -> bool:
-        """Whether it can be renamed at once, and files are on the disk once they are synced."""
+        """True if folders are renamed atomically, and files are on the disk once they are synced."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def place(self) -> str:
-        """Where it is, which is the same however it is spelled."""
+        """The location, the same however the path was spelled."""
 
     def child(self, name: str) -> Folder: ...
 
     def exists(self) -> bool: ...
 
     def create(self) -> None:
-        """With the folders above it; nothing where it exists."""
+        """Create it with the folders above it; nothing if it exists."""
 
     def names(self) -> list[str]:
-        """Of the files and folders in it; none where it does not exist."""
+        """Names of the files and folders in it; none if it does not exist."""
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None where there is none."""
+        """Bytes of a file; None if there is none."""
 
     def sizes(self) -> dict[str, int]:
-        """Those of all files in it, from one listing."""
+        """Sizes of all its files in bytes, by name, from one listing."""
 
     def open(self, name: str, mode: str) -> BinaryIO: ...
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes: ...
 
     def read_into(self, name: str, start: int, memory: memoryview) -> None:
-        """All of ``memory``, from byte ``start`` of a file on. Raises EOFError where the file is shorter."""
+        """Fill ``memory`` from byte ``start`` of a file on. Raises EOFError if the file is shorter."""
 
     def crc32(self, name: str, start: int, length: int) -> int:
-        """Of so many bytes of a file. Raises EOFError where it is shorter."""
+        """The CRC-32 of ``length`` bytes of a file. Raises EOFError if it is shorter."""
 
     def write(self, name: str, content: bytes, *, sync: bool = True) -> None:
-        """All of it or nothing: a file that is read meanwhile, or after a crash, is the old one or the new one.
+        """Write a file atomically: a reader, or a crash, finds the old or the new content.
 
-        ``sync``: False: not after a crash of the machine.
+        ``sync=False``: a crash of the machine may lose it.
         """
 
     def remove(self, name: str) -> None:
-        """A file or folder; nothing where there is none."""
+        """Remove a file or folder, if it is there."""
 
     def rename(self, old: str, new: str) -> None: ...
 
     def sync(self) -> None:
-        """Names that were given are on the disk afterwards."""
+        """Flush names to the disk."""
 
     def free(self) -> int | None:
-        """Bytes that can be written; None where nobody knows."""
+        """Bytes that can be written; None if unknown."""
 
 
 def folder_at(path: PathLike | Folder) -> Folder:
-    """Raises ImportError or ValueError for what fsspec cannot open, and for a URL that was made a ``Path``."""
+    """The folder of a path or URL.
+
+    Raises ImportError or ValueError if fsspec cannot open it, or a Path was made of a URL.
+    """
     if not isinstance(path, str | os.PathLike):
         return path
     text = os.fspath(path)
@@ -253,7 +256,7 @@ class LocalFolder:
 
 
 class _KeptOpen(LocalFolder):
-    """One that opens a file once for all reads, of any thread, until :meth:`close`; but no more than ``_MOST_OPEN``."""
+    """A folder that opens each file once for all reads, of any thread, until :meth:`close`; ``_MOST_OPEN`` at most."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -305,7 +308,7 @@ def kept_open(folder: Folder) -> Iterator[Folder]:
 
 
 class _OfThread(threading.local):
-    """Each thread has a buffer, whose pages are made once."""
+    """One buffer for each thread, whose pages are made once."""
 
     memory: memoryview = memoryview(b"")
 
@@ -329,9 +332,9 @@ _FINAL = (FileNotFoundError, FileExistsError, PermissionError, NotImplementedErr
 
 
 def retried(do: Callable[[], T]) -> T:
-    """What was asked of another machine, which may not answer, or answer that it cannot just now.
+    """Call ``do``, several times if another machine does not answer.
 
-    Raises what it raised the last time: an OSError.
+    Raises the last error, as an OSError; errors that a retry cannot help at once.
     """
     for number in range(_TRIES):
         try:

@@ -1,9 +1,8 @@
-"""Whose a run's folder is: a file that the process that saves there writes anew every few seconds.
+"""The lock of a run's folder: a file that the saving process writes anew every few seconds.
 
-Nothing else tells that a run lives: containers repeat names of machines and numbers of processes, and clocks differ. A
-file that has not changed, while others looked for a minute, is of a run that has ended, wherever that ran. Two that
-begin at the same moment both write it: it is of the last one, and the other one finds that out before it changes
-anything.
+Nothing else tells that a run lives: containers repeat names of machines and numbers of processes, and clocks differ.
+If the file has not changed for a minute, its run has ended, wherever that ran. If two runs begin at the same moment,
+both write the file: the last one owns the folder, and the other one finds that out before it changes anything.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _held: dict[str, Lock] = {}  # by place: what this process has
 
 
 class Lock:
-    """Of this process, from :meth:`take` to :meth:`release`."""
+    """This process's lock of a folder, from :meth:`take` to :meth:`release`."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
@@ -44,9 +43,9 @@ class Lock:
         self._thread = threading.Thread(target=self._beat, name="fused_optim run", daemon=True)
 
     def take(self) -> None:
-        """At once where nobody has it, or a process that is seen to have ended. Else look whether its owner lives.
+        """Take the lock: at once if it is free or its owner has ended, else once the owner is silent for a minute.
 
-        Raises ValueError where it does.
+        Raises ValueError if the owner lives.
         """
         seen, looks = None, 0
         while (content := self._read()) is not None and not _has_ended(content):
@@ -124,13 +123,13 @@ def hold(folder: Folder) -> Lock:
 
 
 def release(folder: Folder) -> None:
-    """Nothing where this process has none."""
+    """Release this process's lock of a folder, if it has one."""
     if (lock := _held.pop(folder.place, None)) is not None:
         lock.release()
 
 
 def release_all() -> None:
-    """At the end of the process, after its saves."""
+    """Release all locks, at the end of the process and after its saves."""
     while _held:
         _held.popitem()[1].release()
 
@@ -150,18 +149,18 @@ def _now() -> float:
 
 
 def _process(pid: int) -> dict[str, Any]:
-    """What tells a process from all others: nothing where the system does not say."""
-    found: dict[str, Any] = {"pid": pid}
+    """Facts that identify a process: pid and, on Linux, boot, pid namespace and start time."""
+    facts: dict[str, Any] = {"pid": pid}
     with suppress(OSError):
-        found["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        found["namespace"] = os.readlink("/proc/self/ns/pid")
+        facts["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        facts["namespace"] = os.readlink("/proc/self/ns/pid")
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        found["started"] = None if state in "ZX" else fields[18]
-    return found
+        facts["started"] = None if state in "ZX" else fields[18]
+    return facts
 
 
 def _has_ended(content: bytes) -> bool:
-    """Whether it can be seen from here that the owner is no process any more, or was this one."""
+    """True if the owner is known to have ended, or was this process; False if that cannot be seen from here."""
     owner, this = _parsed(content), _process(os.getpid())
     pid = owner.get("pid")
     if type(pid) is not int or pid <= 0 or "started" not in this:

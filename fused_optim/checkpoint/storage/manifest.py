@@ -38,7 +38,7 @@ class Manifest:
 
     @property
     def kind(self) -> str | None:
-        """Of the optimizer. Until others had a form, too, only a FusedAdam had one; None: nobody knows."""
+        """The kind of optimizer; None: unknown. Earlier versions named none, and only a FusedAdam had a form then."""
         return ADAM.name if self.optimizer is None and self.form is not None else self.optimizer
 
     @property
@@ -58,10 +58,9 @@ def crc_of_checksums(folder: Folder) -> str:
 
 
 def read(folder: Folder) -> Manifest:
-    """What a manifest says, without a look at other files.
+    """The manifest of a checkpoint; no other file is read.
 
-    Raises FileNotFoundError where there is none, Damaged for one that is torn, ValueError for one of a newer version,
-    OSError.
+    Raises FileNotFoundError if there is none, Damaged if it is torn, ValueError if it is of a newer version, OSError.
     """
     content = load_json(folder.read(FILE), f"{folder}/{FILE}")
     version, crc = number_in(content, "version", f"{folder}/{FILE}"), content.pop("crc", None)
@@ -76,7 +75,10 @@ def read(folder: Folder) -> Manifest:
 
 
 def published(folder: Folder) -> bytes | None:
-    """What tells a checkpoint from another one that is published in its place; None where it has no manifest."""
+    """The manifest's bytes, which tell a checkpoint from another one published in its place;
+
+    None without a manifest.
+    """
     with suppress(FileNotFoundError):
         return folder.read(FILE)
     return None
@@ -84,9 +86,9 @@ def published(folder: Folder) -> bytes | None:
 
 def check_files(folder: Folder, files: Mapping[str, int]) -> None:
     """Raise Damaged where a file is missing or has another length."""
-    found = folder.sizes()
+    sizes = folder.sizes()
     for name, expected in files.items():
-        size = found.get(name)
+        size = sizes.get(name)
         if size != expected:
             size = folder.size(name)  # listings of object stores may be late
         if size != expected:
@@ -103,19 +105,19 @@ def check_whole(folder: Folder, manifest: Manifest) -> None:
 def _manifest(folder: Folder, content: dict[str, Any]) -> Manifest:
     """Raises Damaged for one that is not as :func:`write` writes it, or names files of other folders."""
     try:
-        found = Manifest(**content)
-        numbers = [found.step, found.number, found.world_size, *found.files.values()]
-        numbers += [rank for ranks in found.extra.values() for rank in ranks]
-        outside = next((name for name in found.files if name != PurePath(name).name), None)
+        manifest = Manifest(**content)
+        numbers = [manifest.step, manifest.number, manifest.world_size, *manifest.files.values()]
+        numbers += [rank for ranks in manifest.extra.values() for rank in ranks]
+        outside = next((name for name in manifest.files if name != PurePath(name).name), None)
     except (TypeError, AttributeError, ValueError) as error:
         raise Damaged(f"{folder}/{FILE} is damaged: {error}") from error
-    if not isinstance(found.optimizer, str | None):
+    if not isinstance(manifest.optimizer, str | None):
         raise Damaged(f"{folder}/{FILE} is damaged: expected the name of an optimizer")
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise Damaged(f"{folder}/{FILE} is damaged: expected numbers of at least 0")
     if outside is not None:
         raise Damaged(f"{folder}/{FILE} is damaged: {outside!r} is outside of its folder")
-    return found
+    return manifest
 
 
 def _crc(content: dict[str, Any]) -> str:

@@ -87,9 +87,9 @@ class _Newer(ValueError):
 
 
 def read_metadata(folder: Folder) -> Metadata:
-    """What a checkpoint holds and where. Runs no code of it.
+    """Read the metadata of a checkpoint: its entries and their places in files. Runs no code that it might hold.
 
-    Raises Damaged, a ValueError, for what is none; ValueError for what only a newer torch can have written; OSError.
+    Raises Damaged, a ValueError, if it cannot be read; ValueError if only a newer torch can have written it; OSError.
     """
     content = folder.read(FILE)
     try:
@@ -175,15 +175,17 @@ def _metadata(given: Any) -> Metadata:
         raise _Newer(f"expected version {_VERSION}x of its format, found {version[:100]}")
     described = _items("what it describes", fields.get("state_dict_metadata"))
     entries = {_text("a key", key): _entry(key, value) for key, value in described}
-    found = Metadata(entries, _planner_data(fields.get("planner_data")), _storage_data(fields, entries))
-    found.storage_meta = _storage_meta(fields.get("storage_meta"))
-    found.version = version
-    _check_chunks(found)
-    return found
+    metadata = Metadata(
+        entries, _planner_data(fields.get("planner_data")), dict(_storage_items(fields.get("storage_data"), entries))
+    )
+    metadata.storage_meta = _storage_meta(fields.get("storage_meta"))
+    metadata.version = version
+    _check_chunks(metadata)
+    return metadata
 
 
 def _check_chunks(found: Metadata) -> None:
-    """So that nobody reserves memory that the files cannot fill."""
+    """Raise ValueError for chunks larger than their bytes, before anybody reserves memory for them."""
     sizes = chunk_sizes(found)
     for index, info in found.storage_data.items():
         if info.transform_descriptors or isinstance(found.state_dict_metadata[index.fqn], BytesStorageMetadata):
@@ -223,7 +225,7 @@ def _properties(key: str, given: Any) -> TensorProperties:
 
 
 def _strides(key: str, given: Any) -> tuple[int, ...] | None:
-    """Those that the tensor had for whoever saved it. The bytes have strides of their own beside them."""
+    """The tensor's strides when it was saved. The stored bytes have strides of their own beside them."""
     if given is not None and not isinstance(given, tuple):
         raise _unexpected(f"the strides of {key}", "a tuple", given)
     return None if given is None else tuple(_number(f"a stride of {key}", each) for each in given)
@@ -265,26 +267,22 @@ def _size(key: str, given: Any) -> torch.Size:
         raise _unexpected(f"a size of {key}", "torch.Size", given)
     if len(numbers) > _MOST_DIMS:
         raise ValueError(f"a size of {key}: expected {_MOST_DIMS} dims at most, found {len(numbers)}")
-    for each in numbers:
-        if type(each) is not int or not 0 <= each <= _LARGEST:
-            raise _unexpected(f"a size of {key}", "numbers from 0 to 2**63 - 1", each)
+    for number in numbers:
+        if type(number) is not int or not 0 <= number <= _LARGEST:
+            raise _unexpected(f"a size of {key}", "numbers from 0 to 2**63 - 1", number)
     return torch.Size(numbers)
 
 
 def _planner_data(given: Any) -> dict[str, tuple[Any, ...]] | None:
-    """Where each key was in the state dict: its path."""
+    """Each key's path in the nested state dict."""
     if given is None:
         return None
-    found = {}
+    paths = {}
     for key, path in _items("the planner's data", given):
-        if not isinstance(path, tuple) or not all(type(each) in (str, int, bool, type(None)) for each in path):
+        if not isinstance(path, tuple) or not all(type(step) in (str, int, bool, type(None)) for step in path):
             raise _unexpected(f"the path of {_text('a key', key)}", "a tuple of names and numbers", path)
-        found[_text("a key", key)] = path
-    return found
-
-
-def _storage_data(fields: Mapping[str, Any], entries: Container[str]) -> dict[MetadataIndex, _StorageInfo]:
-    return dict(_storage_items(fields.get("storage_data"), entries))
+        paths[_text("a key", key)] = path
+    return paths
 
 
 def _storage_items(given: Any, entries: Container[str]) -> Iterator[tuple[MetadataIndex, _StorageInfo]]:
@@ -304,12 +302,12 @@ def _storage_info(key: str, given: Given) -> _StorageInfo:
     fields = _fields(key, given, "_StorageInfo")
     path = inner_path(_text(f"the file of {key}", fields.get("relative_path")))
     offset, length = (_number(f"the {name} of {key} in {path}", fields.get(name)) for name in ("offset", "length"))
-    found = _StorageInfo(path, offset, length)
+    stored = _StorageInfo(path, offset, length)
     if (transforms := fields.get("transform_descriptors")) is not None:
         if type(transforms) not in (list, tuple):
             raise _unexpected(f"what was done to {key}", "a list", transforms)
-        found.transform_descriptors = [_text(f"what was done to {key}", each) for each in transforms]
-    return found
+        stored.transform_descriptors = [_text(f"what was done to {key}", each) for each in transforms]
+    return stored
 
 
 @functools.lru_cache(maxsize=4096)  # of few files, each of which holds many tensors
@@ -325,13 +323,13 @@ def inner_path(text: str) -> str:
 def _storage_meta(given: Any) -> StorageMeta | None:
     if given is None:
         return None
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in _fields("where it was written to", given, "StorageMeta").items():
         if type(value) is _PATH:
             value = str(PurePosixPath(*(_text("a path", part) for part in value.args)))
         if name in ("checkpoint_id", "save_id", "load_id") and value is not None:
-            found[name] = _text(name, value)
-    return StorageMeta(**found)
+            fields[name] = _text(name, value)
+    return StorageMeta(**fields)
 
 
 def _fields(what: str, given: Any, kind: str) -> dict[str, Any]:
@@ -342,13 +340,13 @@ def _fields(what: str, given: Any, kind: str) -> dict[str, Any]:
     if isinstance(state, tuple):
         further = map(str, range(len(_FIELDS[kind]) + 1, len(state) + 1))
         state = list(chain.from_iterable(zip((*_FIELDS[kind], *further), state)))
-    found = {}
+    values = {}
     for name, value in _items(f"{what}: the attributes of a {kind}", state):
         unknown = _text(f"{what}: the name of an attribute", name) not in _FIELDS[kind]
         if unknown and kind != "StorageMeta" and not _holds_nothing(value):
             raise _Newer(f"field {name[:100]} of {kind} is unknown")
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def _items(what: str, given: Any) -> Iterator[tuple[Any, Any]]:

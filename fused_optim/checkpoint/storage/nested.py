@@ -47,7 +47,7 @@ def _holds(value: Any) -> bool:
 
 
 def _is_structure(path: Path) -> bool:
-    """Whether it is a model, an optimizer, one of its groups or a parameter's states, which always are flattened."""
+    """True for the path of a model, an optimizer, a param group or a parameter's states: these are always flattened."""
     return len(path) == 1 or (path[1] in ("state", "param_groups") and len(path) <= 3)
 
 
@@ -62,7 +62,7 @@ def _holds_shards(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """So that no classes of mappings are written, of which few are read again."""
+    """The value with dicts in place of other mappings, whose classes few readers admit."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
@@ -98,5 +98,5 @@ def assembled(values: Mapping[Path, Any]) -> Any:
     inner: dict[str | int, dict[Path, Any]] = {}
     for (first, *rest), value in values.items():
         inner.setdefault(first, {})[tuple(rest)] = value
-    built = {key: assembled(found) for key, found in inner.items()}
+    built = {key: assembled(below) for key, below in inner.items()}
     return [built[key] for key in sorted(built)] if built and all(type(key) is int for key in built) else built

@@ -19,7 +19,7 @@ _SHARED = 1 << 20  # values that may be there more than once: a pickle refers to
 
 
 class Given(list[Any]):
-    """What a pickle gives to a class or function: its arguments, then states and items. The base of stand-ins."""
+    """Base of stand-ins: records a call. Its first item is the call's arguments; states and items follow."""
 
     __slots__ = ()
 
@@ -66,17 +66,20 @@ def read_pickle(content: bytes, names: Mapping[tuple[str, str], Any]) -> Any:
     """
     try:
         plain = b"".join(_without_hashing(content))
-        found = _Unpickler(_FRAME + len(plain).to_bytes(8, "little") + plain, names).load()
+        value = _Unpickler(_FRAME + len(plain).to_bytes(8, "little") + plain, names).load()
     except ValueError:
         raise
     except Exception as error:  # there are no limits to what damaged pickles raise
         raise ValueError(f"it is damaged: {error}") from error
-    _check_extent(found, len(content) + _SHARED)
-    return found
+    _check_extent(value, len(content) + _SHARED)
+    return value
 
 
 def items(given: list[Any]) -> Iterator[tuple[Any, Any]]:
-    """Of what was a dict: keys and values in turns. One that was set alone, as the last may be, is a pair."""
+    """(key, value) pairs of a former dict: a list of keys and values in turns.
+
+    A pair set alone, as the last may be, is a tuple.
+    """
     if len(given) % 2:
         *given, last = given
         if type(last) is not tuple or len(last) != 2:
@@ -101,14 +104,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _check_extent(found: Any, most: int) -> None:
-    """Raise ValueError for what would take for ever to be looked at: what is there twice counts twice."""
+    """Raise ValueError if a value is nested too deeply or has too many parts, counting repeated ones each time."""
     level: list[Any] = [[found]]
     count = 0
     for _ in range(DEEPEST):
         count += sum(map(len, level))
         if count > most:
             raise ValueError(f"it says more than {most} values, by referring to some of them again and again")
-        level = [each for holder in level for each in holder if isinstance(each, (list, tuple))]
+        level = [item for holder in level for item in holder if isinstance(item, (list, tuple))]
         if not level:
             return
     raise ValueError(f"it is nested more than {DEEPEST} deep")

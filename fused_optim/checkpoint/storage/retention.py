@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder stay."""
+"""Rule for the checkpoints of a folder that are not removed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fused_optim.options.checks import whole_number
 
 
 class Written(Protocol):
-    """A checkpoint that is there."""
+    """A checkpoint in the folder."""
 
     @property
     def name(self) -> str: ...
@@ -21,19 +21,19 @@ class Written(Protocol):
 
 @dataclass(frozen=True)
 class Retention:
-    """What stays: the ``newest``, and every step that is a multiple of ``every``."""
+    """Keeps the ``newest`` checkpoints, and every step that is a multiple of ``every``."""
 
     newest: int | None = 3  # None: all
     every: int | None = None
 
     @classmethod
-    def of(cls, keep: int | None, keep_every: int | None) -> Retention:
-        """Raises TypeError or ValueError for what makes no sense."""
+    def checked(cls, keep: int | None, keep_every: int | None) -> Retention:
+        """Raises TypeError or ValueError unless both are None or whole numbers of at least 1."""
         given = ("keep", keep), ("keep_every", keep_every)
         return cls(*(None if number is None else whole_number(name, number, 1) for name, number in given))
 
     def keeps(self, newest_first: Sequence[Written]) -> set[str]:
-        """The names of those that stay. Of attempts at the same step only the newest can."""
+        """The names of the checkpoints that stay. Of several attempts at a step, only the newest can."""
         latest: dict[int, Written] = {}
         for each in newest_first:
             latest.setdefault(each.step, each)

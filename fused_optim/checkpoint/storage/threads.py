@@ -1,4 +1,4 @@
-"""How many threads read and write files, and what they do."""
+"""Threads that read and write files: their number, and how they share jobs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Result = TypeVar("Result")
 
 
 def threads() -> int:
-    """As many as help to write, on the cores that this process may use."""
+    """The number of threads that write, by the cores that this process may use."""
     return min(_WRITING, len(os.sched_getaffinity(0)))
 
 
 def threads_to_read() -> int:
-    """Likewise to read, and to sum up what was read, which nothing else waits for."""
+    """The number of threads that read and compute checksums; more than write, since nothing else runs meanwhile."""
     return min(_READING, len(os.sched_getaffinity(0)))
 
 

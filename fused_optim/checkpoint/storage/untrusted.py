@@ -46,7 +46,7 @@ class _Calling(Given):
 
 
 class _StandIns(dict[tuple[str, str], Any]):
-    """For any names: what torch does not admit, it refuses itself. ``asked``: those that a pickle has."""
+    """Stand-ins for any name; torch refuses those that it does not admit. ``asked``: the names in the pickle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,16 +91,16 @@ def load_object(file: Path | IO[bytes], what: str, admits_registered: bool = Tru
 
 
 def _registered_by_others() -> set[str]:
-    """What packages other than this one have passed to ``torch.serialization.add_safe_globals``, beside torch's own."""
-    found: set[str] = set()
-    for each in torch.serialization.get_safe_globals():
+    """Names that other packages have passed to ``torch.serialization.add_safe_globals``, beside torch's own."""
+    names: set[str] = set()
+    for entry in torch.serialization.get_safe_globals():
         try:
-            name = each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}"
+            name = entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
         except AttributeError:  # a functools.partial has no name by which a pickle could ask for it
             continue
         if name.partition(".")[0] not in ("torch", "fused_optim"):
-            found.add(name)
-    return found.difference(torch._weights_only_unpickler._get_allowed_globals())
+            names.add(name)
+    return names.difference(torch._weights_only_unpickler._get_allowed_globals())
 
 
 def _check_archive(file: Path | IO[bytes]) -> set[str]:
@@ -111,7 +111,7 @@ def _check_archive(file: Path | IO[bytes]) -> set[str]:
     if not zipfile.is_zipfile(file):
         raise ValueError("it is no archive; files of torch.save before 1.6 have to be saved again")
     with zipfile.ZipFile(file) as archive:
-        packed = next((each for each in archive.infolist() if each.file_size > each.compress_size), None)
+        packed = next((member for member in archive.infolist() if member.file_size > member.compress_size), None)
     if packed is not None:
         raise ValueError(f"{packed.filename} in it is compressed, which torch.save does not do")
     if not isinstance(file, Path):
@@ -125,20 +125,20 @@ def _check_archive(file: Path | IO[bytes]) -> set[str]:
 def load_json(content: bytes, what: str) -> dict[str, Any]:
     """An object of JSON. Raises Damaged, a ValueError, for what is none, and for numbers that are none of 64 bits."""
     try:
-        found = json.loads(content, parse_int=_whole, parse_float=_finite, parse_constant=_finite)
+        parsed = json.loads(content, parse_int=_whole, parse_float=_finite, parse_constant=_finite)
     except json.JSONDecodeError as error:
         raise Damaged(f"{what} cannot be read (JSONDecodeError); it is truncated or damaged") from error
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{what} cannot be read ({error}); it is truncated or damaged") from error
-    if not isinstance(found, dict):
-        raise Damaged(f"{what} cannot be read (found a {type(found).__name__}); it is truncated or damaged")
-    level: list[Any] = [found]
+    if not isinstance(parsed, dict):
+        raise Damaged(f"{what} cannot be read (found a {type(parsed).__name__}); it is truncated or damaged")
+    level: list[Any] = [parsed]
     for _ in range(_DEEPEST):
         inner = (each.values() if isinstance(each, dict) else each for each in level)
         level = [each for values in inner for each in values if isinstance(each, dict | list)]
     if level:
         raise Damaged(f"{what} cannot be read (it is nested more than {_DEEPEST} deep); it is damaged")
-    return found
+    return parsed
 
 
 def number_in(content: dict[str, Any], field: str, what: str) -> int:

@@ -1,8 +1,8 @@
-"""What ``torch.save`` writes for tensors, without running it for each.
+"""Writes the bytes that ``torch.save`` writes for tensors, without running it for each.
 
-Its files are ZIP archives whose bytes, for tensors of one kind, differ in the values and their CRC-32 alone. So one
-tensor of each kind is saved by torch, which shows what stands around the values of all others. A save of many tensors
-then takes little of the interpreter's time, which training needs for itself.
+Its files are ZIP archives. For tensors of one kind they differ only in the values and their CRC-32, so one tensor of
+each kind is saved by torch, which shows the bytes around the values of all others. A save of many tensors then takes
+little of the interpreter's time, which training needs for itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.backends.checksum import crc32
-from fused_optim.memory.host_memory import memory_of, room
+from fused_optim.memory.host_memory import empty_host, memory_of
 
 Write = Callable[[Any], object]
 
@@ -53,11 +53,11 @@ class Archives:
         self._frames: dict[tuple[Any, ...], _Frame | None] = {}
 
     def prepare(self, dtype: torch.dtype, shape: torch.Size) -> None:
-        """Let torch show what stands around the values of such a tensor before one is saved."""
-        self.save(room(shape, dtype), lambda content: None)
+        """Learn the bytes around the values of such a tensor before one is saved."""
+        self.save(empty_host(shape, dtype), lambda content: None)
 
     def save(self, tensor: Tensor, write: Write) -> None:
-        """Hand the bytes to ``write``, piece by piece. Of a view those of what it shows alone."""
+        """Pass the bytes to ``write``, piece by piece. Of a view, only the elements that it shows."""
         if not _is_plain(tensor):
             torch.save(_whole(tensor), _Writer(write))  # type: ignore[arg-type]  # it only writes
             return
@@ -74,7 +74,7 @@ class Archives:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether dtype and shape say all but the values, which lie in memory one after the other."""
+    """True if dtype and shape describe all but the values, which lie in memory one after the other."""
     return (
         type(tensor) is Tensor
         and tensor.device.type == "cpu"
@@ -90,13 +90,13 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """The same with a storage of its own: torch.save writes all of one."""
+    """The tensor with a storage of its own, of which torch.save writes all."""
     is_part = type(tensor) is Tensor and tensor.layout == torch.strided
     return tensor.clone() if is_part and tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
 
 
 class _Writer:
-    """As much of a file as ``torch.save`` needs."""
+    """The part of a file's interface that ``torch.save`` needs."""
 
     def __init__(self, write: Write) -> None:
         self._write = write
@@ -109,7 +109,7 @@ class _Writer:
 
 
 class _Recorder(_Writer):
-    """Keeps what comes before the values and after them."""
+    """Keeps the bytes before and after the values."""
 
     def __init__(self, tensor: Tensor, write: Write) -> None:
         super().__init__(write)
@@ -127,7 +127,7 @@ class _Recorder(_Writer):
         return super().write(content)
 
     def _is_header_complete(self) -> bool:
-        """Whether the values come next."""
+        """True if the values come next."""
         header = self._before.rfind(_HEADER)
         if header < 0:
             return False
@@ -136,11 +136,11 @@ class _Recorder(_Writer):
         return self._before[end - len(_NAME) : end] == _NAME and end + extra == len(self._before)
 
     def frame(self) -> _Frame | None:
-        """None where the CRC-32 is not in both places: torch can be told to leave it out."""
+        """The frame; None unless the CRC-32 is in both places: torch can be told to leave it out."""
         entry = self._after.rfind(_ENTRY, 0, max(self._after.rfind(_NAME), 0))
         places = _DESCRIPTOR_CRC, entry + _ENTRY_CRC
         crc = struct.pack("<I", crc32(self._values))
-        found = entry >= 0 and self._after.startswith(_DESCRIPTOR)
-        if not found or any(self._after[place : place + 4] != crc for place in places):
+        has_entry = entry >= 0 and self._after.startswith(_DESCRIPTOR)
+        if not has_entry or any(self._after[place : place + 4] != crc for place in places):
             return None
         return _Frame(bytes(self._before), bytes(self._after), places)

@@ -17,7 +17,7 @@ _untold: dict[Future[str | None], None] = {}  # jobs whose outcome nobody has as
 
 
 def watched(job: Future[str | None]) -> Future[str | None]:
-    """A job, which returns what went wrong, if anything did. The end of the process waits for it.
+    """Register a job, which returns None or an error message. The end of the process waits for it.
 
     A process whose jobs failed without anybody asking for their :func:`outcome` ends with an error and status 1.
     """
@@ -26,7 +26,7 @@ def watched(job: Future[str | None]) -> Future[str | None]:
 
 
 def outcome(future: Future[str | None]) -> str | None:
-    """What went wrong in a job, if anything did. Waits for it."""
+    """Wait for a job. Returns its error message, or None."""
     try:
         return future.result()
     finally:
@@ -34,13 +34,13 @@ def outcome(future: Future[str | None]) -> str | None:
 
 
 def _drain() -> None:
-    """Before the pools of ``concurrent.futures`` are closed, in which jobs run and which they use."""
+    """Wait for all jobs before ``concurrent.futures`` closes its pools, which they use."""
     wait(list(_untold))
     release_all()
 
 
 def _tell() -> None:
-    """At the end of the process, when all threads have ended."""
+    """Report failures nobody has asked for, at the end of the process, when all threads have ended."""
     failures = []
     for future in list(_untold):
         try:

@@ -28,7 +28,7 @@ from fused_optim.sharding.model_files import numbered_files, safetensors_writer,
 
 @dataclass(frozen=True)
 class Entry:
-    """What is to be written, and its place in the nested state dict. ``info``: None where it is no tensor."""
+    """An entry to write, and its place in the nested state dict. ``info``: None if it is no tensor."""
 
     place: tuple[str | int, ...]
     read: Callable[[], Any]
@@ -49,7 +49,10 @@ class _Planner(Planner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        self.state_dict = {key: _without_values(entry.info) for key, entry in self._entries.items()}
+        self.state_dict = {
+            key: None if (info := entry.info) is None else torch.empty(info.shape, dtype=info.dtype, device="meta")
+            for key, entry in self._entries.items()
+        }
         self.mappings = {key: entry.place for key, entry in self._entries.items()}
         self.is_coordinator = is_coordinator
 
@@ -57,12 +60,8 @@ class _Planner(Planner):
         return self._entries[index.fqn].read()
 
 
-def _without_values(info: TensorInfo | None) -> Tensor | None:
-    return None if info is None else torch.empty(info.shape, dtype=info.dtype, device="meta")
-
-
 def write_folder(entries: Mapping[str, Entry], path: Path) -> None:
-    """A folder of torch.distributed.checkpoint, by this process alone, and its checksums.
+    """Write a folder of torch.distributed.checkpoint and its checksums, by this process only.
 
     Raises what reading an entry raises.
     """
@@ -77,9 +76,9 @@ def write_folder(entries: Mapping[str, Entry], path: Path) -> None:
 
 
 def write_safetensors(entries: Mapping[str, Entry], folder: Path, stem: str) -> None:
-    """Safetensors files, each no larger than the largest tensor, and their index.
+    """Write safetensors files, each no larger than the largest tensor, and their index.
 
-    What is no tensor goes into the first file's header, as JSON. Quantized weights are decoded.
+    Other values go into the first file's header, as JSON. Quantized weights are decoded.
 
     Raises ImportError without safetensors, ValueError for an object that JSON does not know.
     """
@@ -97,15 +96,15 @@ def write_safetensors(entries: Mapping[str, Entry], folder: Path, stem: str) -> 
 
 
 def _files(sizes: Mapping[str, int]) -> list[list[str]]:
-    """Neighbours together, as long as they are no larger than the largest."""
+    """Keys by file: neighbours share one as long as it is no larger than the largest tensor."""
     files: list[list[str]] = [[]]
     limit, size = max(sizes.values(), default=0), 0
-    for key, own in sizes.items():
-        if files[-1] and size + own > limit:
+    for key, nbytes in sizes.items():
+        if files[-1] and size + nbytes > limit:
             files.append([])
             size = 0
         files[-1].append(key)
-        size += own
+        size += nbytes
     return files
 
 

@@ -57,7 +57,7 @@ def export_optimizer_checkpoint(
     everyone = distinct(list(names.values()))
     if path.suffix in _FILE_SUFFIXES:
         with on_all_ranks(f"exporting to {path}"):
-            if missing := sorted({name for each in everyone for name in each}.difference(names.values())):
+            if missing := sorted({name for of_rank in everyone for name in of_rank}.difference(names.values())):
                 raise ValueError(f"this rank lacks {some_of(missing)}: rank 0 writes what it has; export to a folder")
             for index, param in enumerate(optimizer.store.params):
                 if has_own_chunks(param):  # gathering goes by placements, and would mix up rows
@@ -77,7 +77,7 @@ def _export_names(model: torch.nn.Module, optimizer: FusedAdam) -> dict[Tensor, 
 
 
 def _plain_moments(optimizer: FusedAdam, names: Mapping[Tensor, str]) -> Iterator[tuple[str, Iterator[Tensor]]]:
-    """Of parameters that are plain tensors."""
+    """(name, moments) of parameters that are plain tensors."""
     for param, name in names.items():
         if not isinstance(param, DTensor) and param in optimizer.store:
             yield name, map(optimizer.store[param].read, MOMENTS)
@@ -96,7 +96,7 @@ def _states(optimizer: FusedAdam, device: str | None) -> Iterator[tuple[Tensor, 
 
 
 def _placed(state: Tensor, param: Tensor) -> Tensor:
-    """The same memory, which says by itself where it lies where ``param`` does."""
+    """The state's local memory, placed and with chunk lists as ``param`` has them."""
     return keep_chunks(rewrap_like(local_tensor(state).detach(), param), param)
 
 
@@ -104,8 +104,8 @@ def _export_folder(optimizer: FusedAdam, names: Mapping[Tensor, str], groups: li
     doing = f"exporting to {path}"
     with on_all_ranks(doing):
         state = {
-            names[param]: {name: _placed(value, param) if name in MOMENTS else value for name, value in own.items()}
-            for param, own in _states(optimizer, "cpu")
+            names[param]: {name: _placed(value, param) if name in MOMENTS else value for name, value in states.items()}
+            for param, states in _states(optimizer, "cpu")
         }
         flat = {
             f"param_groups.{name}.{key}": value
@@ -120,8 +120,8 @@ def _export_folder(optimizer: FusedAdam, names: Mapping[Tensor, str], groups: li
 
 def _export_file(optimizer: FusedAdam, names: Mapping[Tensor, str], groups: list[dict[str, Any]], path: Path) -> None:
     state: dict[str, dict[str, Any]] = {}
-    for param, own in _states(optimizer, None):
-        whole = tree_map_only(Tensor, lambda value: full_tensor(value).cpu(), own)
+    for param, states in _states(optimizer, None):
+        whole = tree_map_only(Tensor, lambda value: full_tensor(value).cpu(), states)
         if this_rank() == 0:
             state[names[param]] = whole
     temporary = path.with_name(f".{path.name}.tmp")

@@ -1,4 +1,4 @@
-"""What can be loaded again without running code of the file."""
+"""Check that values can be loaded again without running code of the file."""
 
 from __future__ import annotations
 

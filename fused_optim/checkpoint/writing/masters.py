@@ -48,7 +48,7 @@ def save_master_safetensors(model: torch.nn.Module, optimizer: FusedAdam, folder
     plain = ((name, [optimizer.store.master(p)]) for name, p in params.items() if not isinstance(p, DTensor))
     check_replicas(doing, plain)
     files = file_tensors(model, {name: param.shape for name, param in params.items()})
-    write_model_files(folder, {each.names[0]: _entry(optimizer, each, params) for each in files}, doing)
+    write_model_files(folder, {file.names[0]: _entry(optimizer, file, params) for file in files}, doing)
 
 
 def _named(model: torch.nn.Module, optimizer: FusedAdam) -> dict[str, Tensor]:
@@ -61,9 +61,5 @@ def _entry(optimizer: FusedAdam, files: FileTensors, params: dict[str, Tensor]) 
     own = {name: params[name] for name in files.names}
     return Entry.like(
         files.empty(own, torch.float32),
-        lambda: files.convert({name: _whole(optimizer, param) for name, param in own.items()}),
+        lambda: files.convert({name: full_tensor(optimizer.store.master(param)) for name, param in own.items()}),
     )
-
-
-def _whole(optimizer: FusedAdam, param: Tensor) -> Tensor:
-    return full_tensor(optimizer.store.master(param))

@@ -1,4 +1,4 @@
-"""What each rank writes of a checkpoint of torch.distributed.checkpoint, and how two states compare for that."""
+"""Plans of the items that each rank writes, and the layouts by which plans are used again."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Planner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """torch's, but whole tensors are all of the first rank that has them: buffers may differ between ranks."""
+        """torch's, but a whole tensor is written by the first rank that has it: buffers may differ between ranks."""
         seen: set[MetadataIndex] = set()
         plans = []
         for plan in all_plans:
@@ -73,7 +73,7 @@ class Planner(DefaultSavePlanner):
         return super().create_global_plan(plans)
 
     def _is_same(self, key: str) -> bool:
-        """Whether all ranks are known to have it."""
+        """True if all ranks are known to have the key."""
         return self.alike and key.startswith(self.SAME)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
@@ -85,7 +85,7 @@ class Planner(DefaultSavePlanner):
 
 
 def layout_of(flat: Mapping[str, Any]) -> dict[str, Hashable] | None:
-    """What a plan depends on, of a flattened state dict. None where shards themselves say where they lie."""
+    """The facts that a flattened state dict's plan depends on; None if shards have chunk lists of their own."""
     layout: dict[str, Hashable] = {}
     for key, value in flat.items():
         if not isinstance(value, Tensor):
@@ -99,7 +99,7 @@ def layout_of(flat: Mapping[str, Any]) -> dict[str, Hashable] | None:
 
 
 def _items(key: str, value: Any) -> list[WriteItem]:
-    """torch's, but none for empty shards of a tensor, and without counting anew where each shard lies."""
+    """torch's write items, but none for empty shards, and with offsets that are computed once per layout."""
     if not isinstance(value, DTensor) or has_own_chunks(value):
         return create_default_local_save_plan({key: value}, True).items
     if value.device_mesh.get_coordinate() is None:
@@ -113,12 +113,15 @@ def _items(key: str, value: Any) -> list[WriteItem]:
 
 
 def _own_items(items: Iterable[WriteItem], tensors: Mapping[str, Any]) -> list[WriteItem]:
-    """Those that this rank writes: of shards that others have, too, as many bytes as these, by a rule that all know."""
-    own, shared = [], []
+    """The items that this rank writes.
+
+    Shards that others hold, too, are shared out by size, by a rule that all know.
+    """
+    written, shared = [], []
     for item in items:
         replicas = _replicas(tensors.get(item.index.fqn))
         if replicas is None:
-            own.append(item)
+            written.append(item)
         else:
             shared.append((item, replicas))
     loads: dict[_Replicas, list[int]] = {}
@@ -127,8 +130,8 @@ def _own_items(items: Iterable[WriteItem], tensors: Mapping[str, Any]) -> list[W
         writer = load.index(min(load))
         load[writer] += size_of(item)
         if writer == replicas.own:
-            own.append(item)
-    return own
+            written.append(item)
+    return written
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ class _Replicas:
 
 
 def _replicas(tensor: Any) -> _Replicas | None:
-    """None where this rank's shard may be the only one, or placements do not say where it lies."""
+    """The ranks that hold the same shard. None if only this one may, or placements do not say where it lies."""
     if not isinstance(tensor, DTensor) or has_own_chunks(tensor):
         return None
     at = tensor.device_mesh.get_coordinate()
@@ -151,7 +154,7 @@ def _replicas(tensor: Any) -> _Replicas | None:
 
 @functools.lru_cache(maxsize=64)
 def _replicas_at(mesh: DeviceMesh, placements: tuple[Placement, ...], at: tuple[int, ...]) -> _Replicas | None:
-    """Once for all tensors: large meshes take a millisecond to say how large they are."""
+    """:func:`_replicas`, cached for all tensors: large meshes take a millisecond to say how large they are."""
     shape = tuple(mesh.shape)
     dims = tuple(dim for dim, place in enumerate(placements) if place.is_replicate() and shape[dim] > 1)
     own, count = 0, 1
@@ -162,13 +165,13 @@ def _replicas_at(mesh: DeviceMesh, placements: tuple[Placement, ...], at: tuple[
 
 @functools.lru_cache(maxsize=4096)
 def _serialised(kind: str, text: str, value: Any) -> bytes:
-    """``kind`` and ``text`` tell values apart that compare equal: 1, 1.0 and True, 0.0 and -0.0."""
+    """The pickled value. ``kind`` and ``text`` tell equal values apart: 1, 1.0 and True, 0.0 and -0.0."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
 
 
 def size_of(item: WriteItem) -> int:
-    """About the bytes that an item takes in its file."""
+    """Bytes that an item takes in its file, about."""
     size = item.tensor_storage_size()
     return _OBJECT if size is None else int(size) + _HEADER

@@ -1,4 +1,4 @@
-"""Tensors that ranks have as a whole, not as shards: a checkpoint has one of each, so they have to be the same."""
+"""Check that tensors which ranks hold as a whole are equal: a checkpoint has one of each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_replicas(
 
     A collective. All bytes are summed up, so this is for the first save.
     """
-    own = {
+    digests_here = {
         key: _digest(value)
         for key, value in tensors.items()
         if isinstance(value, Tensor) and not isinstance(value, DTensor)
@@ -32,7 +32,7 @@ def check_replicas(
     }
     first: dict[str, int] = {}
     differing: dict[str, None] = {}
-    for digests in distinct(sorted(own.items()), group):
+    for digests in distinct(sorted(digests_here.items()), group):
         differing |= {key: None for key, digest in digests if first.setdefault(key, digest) != digest}
     if differing:
         reason = "neither is it sharded (a DTensor), so a checkpoint can hold only one of them"

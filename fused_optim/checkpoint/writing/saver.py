@@ -38,7 +38,7 @@ from fused_optim.sharding.collective import (
 
 @dataclass
 class _Agreed:
-    """What the ranks have planned together for states of one layout.
+    """The ranks' common plan for states of one layout.
 
     The metadata is kept pickled: as objects, of which large worlds have millions, it would slow down every garbage
     collection of training.
@@ -53,7 +53,7 @@ class _Agreed:
 
 
 class Saver:
-    """All ranks of ``group`` make the same calls."""
+    """Saves for one group; all ranks of ``group`` make the same calls."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
@@ -98,7 +98,7 @@ class Saver:
             self._archives.prepare(dtype, shape)
 
     def _planner_of(self, state: Mapping[str, Any], doing: str) -> tuple[Planner, dict[str, Any] | None]:
-        """One that knows the state, and the state's layout."""
+        """(a planner that knows the state, the state's layout)."""
         planner = Planner()
         with on_all_ranks(doing, group=self._group), without_collection():
             planner.set_up_planner(dict(state), StorageMeta(), this_rank() == 0)
@@ -109,8 +109,8 @@ class Saver:
         shared = sorted(key for key in planner.state_dict if key.startswith(Planner.SAME))
         planner.alike = len(distinct(shared, self._group)) == 1
         with on_all_ranks(doing, group=self._group), without_collection():
-            own = planner.create_local_plan()
-        plans = gather_at_first(own, self._group)
+            local_plan = planner.create_local_plan()
+        plans = gather_at_first(local_plan, self._group)
         shares: list[tuple[SavePlan, RankFiles]] = []
         described = b""
         with on_all_ranks(doing, group=self._group), without_collection():
@@ -122,7 +122,7 @@ class Saver:
         return _Agreed(layout, *scatter_from_first(shares, self._group), described)
 
     def _moved(self, agreed: _Agreed, results: list[WriteResult]) -> list[list[WriteResult]]:
-        """What differs from the last save, by rank, on the first rank: numbers take more bytes as they grow."""
+        """Changed write results since the last save, by rank, on the first rank: larger numbers take more bytes."""
         pairs = itertools.zip_longest(results, agreed.results)
         moved = [result for result, last in pairs if result is not None and result != last]
         agreed.results = results

@@ -80,7 +80,7 @@ class PinnedStager(AsyncStager):
 
     @torch.no_grad()
     def outline(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """What :meth:`stage` would give, of tensors without memory (``meta``)."""
+        """Return what :meth:`stage` would, with tensors without memory (``meta``)."""
         sources = _Sources()
         tree = sources.collect(state_dict)
         without_memory = [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in sources.tensors]
@@ -90,7 +90,7 @@ class PinnedStager(AsyncStager):
     @torch.inference_mode(False)  # the memory would be for no other mode
     @torch.no_grad()
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
-        """The copy of ``state_dict``, in a future that is done when nothing of the original is needed any more."""
+        """Copy ``state_dict``. The future is done when the original is no longer needed."""
         sources = _Sources()
         tree = sources.collect(state_dict)
         buffers = self._memory.take(sources.sizes, sources.on_gpu)
@@ -133,12 +133,12 @@ class PinnedStager(AsyncStager):
             future.result()
 
     def close(self) -> None:
-        """Nothing: torch 2.11 closes stagers with every save. What this one holds is freed with it."""
+        """Do nothing: torch 2.11 closes stagers with every save. This one's memory is freed with it."""
 
     # --- copying ------------------------------------------------------------------------------------------------
 
     def _copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Copy]:
-        """Returns what GPUs are still to do and others must wait for."""
+        """The copies under way on GPUs, which others must wait for; tensors in host memory are copied at once."""
         by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         for source, target in zip(sources, targets, strict=True):
             if source.device.type == "cuda":
@@ -151,7 +151,7 @@ class PinnedStager(AsyncStager):
         return [self._copy_from(device, pairs, steady) for device, pairs in by_device.items()]
 
     def _copy_from(self, device: torch.device, pairs: list[tuple[Tensor, Tensor]], steady: set[int]) -> Copy:
-        """What may change at any time is copied first; for that alone the current stream waits at once."""
+        """Copy tensors that may change at any time first: the current stream waits at once for these only."""
         current = torch.cuda.current_stream(device)
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
@@ -189,14 +189,14 @@ def _wait_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _is_captured(optimizer: Optimizer) -> bool:
-    """Whether replays of CUDA graphs may step without asking anybody."""
+    """True if the optimizer's steps may be replays of CUDA graphs, which wait for nothing."""
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.stepper.is_captured
     return any(group.get("capturable") for group in optimizer.param_groups)
 
 
 def _named(optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters, for messages."""
+    """(name for messages, parameter) of all parameters."""
     for optimizer in optimizers:
         index = 0
         for group in optimizer.param_groups:
@@ -208,19 +208,21 @@ def _named(optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _memory_of(optimizers: Iterable[Optimizer]) -> set[int]:
-    """The addresses of what only steps of these optimizers change."""
-    found: set[int] = set()
+    """The addresses of all memory that only steps of these optimizers change."""
+    addresses: set[int] = set()
     for optimizer in optimizers:
         tensors: list[Any] = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-        tensors += chain.from_iterable(own.values() for own in optimizer.state.values() if isinstance(own, Mapping))
+        tensors += chain.from_iterable(
+            states.values() for states in optimizer.state.values() if isinstance(states, Mapping)
+        )
         if isinstance(optimizer, ShardedOptimizer):
             tensors += (layout.scales for layout in optimizer.store.layouts.of(optimizer.state).values())
         for tensor in tensors:
             if type(tensor) in _PLAIN:
-                found.add(_address(tensor))
+                addresses.add(_address(tensor))
             elif isinstance(tensor, Tensor):
-                found.update(map(_address, plain_tensors(tensor)))
-    return found
+                addresses.update(map(_address, plain_tensors(tensor)))
+    return addresses
 
 
 def _address(tensor: Tensor) -> int:
@@ -241,7 +243,10 @@ def plain_tensors(tensor: Tensor) -> list[Tensor]:
 
 
 def _take_apart(tensor: Tensor, plain: list[Tensor]) -> Rebuild:
-    """Add to ``plain`` what a tensor consists of. What puts others together looks at nothing that may have changed."""
+    """Add the plain tensors of a tensor to ``plain``. Returns the function that rebuilds it of others.
+
+    That function reads nothing that may have changed meanwhile.
+    """
     if isinstance(tensor, DTensor):
         local = _take_apart(finished_local(tensor), plain)
         return lambda copied: keep_chunks(portable(local(copied), tensor), tensor)
@@ -258,7 +263,10 @@ def _take_apart(tensor: Tensor, plain: list[Tensor]) -> Rebuild:
 
 
 def _take_wrapper_apart(tensor: Any, plain: list[Tensor]) -> Rebuild:
-    """With notes of its own, where tensors share notes that change."""
+    """:func:`_take_apart` of a wrapper subclass.
+
+    Dataclasses in its context are copied: tensors share ones that change.
+    """
     names, context = tensor.__tensor_flatten__()
     if isinstance(context, tuple):
         context = tuple(copy.copy(note) if is_dataclass(note) else note for note in context)
@@ -274,7 +282,7 @@ def _take_wrapper_apart(tensor: Any, plain: list[Tensor]) -> Rebuild:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether it is a plain tensor whose bytes are its values."""
+    """True for a plain tensor whose bytes are its values."""
     return type(tensor) in _PLAIN and tensor.layout == torch.strided and not tensor.is_meta
 
 
@@ -295,7 +303,7 @@ class _Sources:
         return any(tensor.device.type == "cuda" for tensor in self.tensors)
 
     def collect(self, value: Any) -> Any:
-        """The same tree with copies of what is no tensor, and notes of its tensors."""
+        """The same tree with deep copies of objects, and tensors replaced by their numbers in ``tensors``."""
         kind = type(value)
         if kind in _UNCHANGING:
             return value
@@ -359,7 +367,7 @@ class _Copied:
 
 
 def _copied_by_torch(tensor: Tensor) -> Tensor:
-    """Of a kind that only torch knows how to copy, or that has nothing to copy."""
+    """A copy by torch's stager, for kinds that only torch can copy; meta tensors as they are."""
     if tensor.is_meta:
         return tensor
     if type(tensor) is Tensor:  # sparse, for instance
@@ -370,7 +378,7 @@ def _copied_by_torch(tensor: Tensor) -> Tensor:
 
 
 def _key(plain: Tensor) -> tuple[Any, ...]:
-    """Views of the same bytes, such as tied weights, are copied once."""
+    """Equal for views of the same bytes, such as tied weights, which are copied once."""
     return plain.device, plain.data_ptr(), plain.dtype, plain.shape, plain.stride(), plain.is_neg(), plain.is_conj()
 
 
@@ -378,7 +386,7 @@ def _key(plain: Tensor) -> tuple[Any, ...]:
 
 
 class _Memory:
-    """Sets of buffers. Those that nobody uses are kept, as many as saves need that follow each other closely."""
+    """Sets of page-locked buffers. Free ones are kept, as many as saves need that follow each other closely."""
 
     def __init__(self, shared: bool) -> None:
         self._shared = shared

@@ -27,7 +27,7 @@ from fused_optim.checkpoint.storage.folders import Folder, retried, to_disk
 from fused_optim.checkpoint.storage.threads import threads
 from fused_optim.checkpoint.writing.archives import Archives
 from fused_optim.checkpoint.writing.planner import size_of
-from fused_optim.memory.host_memory import room
+from fused_optim.memory.host_memory import empty_host
 from fused_optim.state.values import LazyTensor, Values
 
 _FILE_BYTES = 1 << 24  # that make one more file worth while
@@ -36,7 +36,7 @@ _TOGETHER = 1 << 20  # bytes of small writes that are gathered
 
 @dataclass(frozen=True)
 class RankFiles:
-    """Of one rank: they are ``<prefix>0.distcp`` and so on. ``total``: bytes that all ranks write."""
+    """The files of a rank: ``<prefix>0.distcp`` and so on. ``total``: bytes that all ranks write."""
 
     prefix: str
     total: int
@@ -44,7 +44,7 @@ class RankFiles:
 
 @dataclass
 class Written:
-    """What a rank has written: the checksums of its items, and the bytes of its files by name."""
+    """Record of a rank's writes: the checksums of its items, and the sizes of its files in bytes by name."""
 
     checksums: dict[Range, str] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Writer:
         self._own = _OfThread()
 
     def write(self, plan: SavePlan, planner: SavePlanner, files: RankFiles) -> list[WriteResult]:
-        """What is planned for this rank. Where each item is then, in the same order for the same plan."""
+        """Write this rank's plan. Returns where each item is, in the same order for the same plan."""
         self._folder.create()
         needed, free = sum(map(size_of, plan.items)), self._folder.free()
         if free is not None and needed > free:
@@ -136,14 +136,17 @@ class _OfThread(threading.local):
         """Valid until the next call."""
         nbytes = values.shape.numel() * values.dtype.itemsize
         if nbytes > self._memory.nbytes:
-            self._memory = room((nbytes,), torch.uint8)
+            self._memory = empty_host((nbytes,), torch.uint8)
         out = self._memory[:nbytes].view(values.dtype).view(values.shape)
         values.read_into(out)
         return out
 
 
 def _shares(items: Sequence[WriteItem], files: int) -> list[list[WriteItem]]:
-    """As many bytes for each file: the largest first, each to the file that has least. In their order in each."""
+    """The items of each file, about the same number of bytes: the largest first, each to the file that has least.
+
+    Within a file, items keep their order.
+    """
     shares: list[list[int]] = [[] for _ in range(files)]
     least = [(0, i) for i in range(files)]
     sizes = list(map(size_of, items))

@@ -1,1 +1,1 @@
-"""How the optimizer speaks to quantized parameters: a module per library, as ``fused_optim.adapters`` names them."""
+"""Adapters of the optimizer for quantized parameters: a module per library, named by ``fused_optim.adapters``."""

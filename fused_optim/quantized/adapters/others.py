@@ -25,7 +25,7 @@ _INT8_STEPS = 126  # at least so many steps are between 0 and the largest elemen
 
 
 class _SelfQuantizing(Protocol):
-    """TransformerEngine's ``QuantizedTensor``."""
+    """The methods of TransformerEngine's ``QuantizedTensor`` that are used here."""
 
     def dequantize(self, *, dtype: torch.dtype) -> Tensor: ...
     def quantize_(self, tensor: Tensor) -> object: ...
@@ -43,7 +43,7 @@ def _self_quantizing(local: Tensor) -> _SelfQuantizing | None:
 
 
 def _quantizer(local: Tensor) -> Any:
-    """TransformerEngine has no public name for it. It is asked and told by public ones."""
+    """The tensor's quantizer, for which TransformerEngine has no public name."""
     return cast(Any, local)._quantizer
 
 
@@ -74,7 +74,10 @@ def has_initial(param: Tensor) -> bool:
 
 
 def initial_values(param: Tensor) -> Tensor:
-    """Those of ``quantized_model_init(preserve_high_precision_init_val=True)``, which lie in host memory."""
+    """The values kept by ``quantized_model_init(preserve_high_precision_init_val=True)``, or else the decoded ones;
+
+    FP32.
+    """
     if needs_collective(param):
         _reduction_group(param)
     local = local_tensor(param.detach())
@@ -91,7 +94,7 @@ def discard_initial(param: Tensor) -> None:
 
 
 def _holders(param: Tensor) -> list[_HasInitialValues]:
-    """What remembers the initial values: the local tensor or, before it was sharded, the parameter."""
+    """The tensors that remember initial values: the local tensor or, before it was sharded, the parameter."""
     candidates = [param] if local_tensor(param) is param else [param, local_tensor(param)]
     return [cast(_HasInitialValues, x) for x in candidates if hasattr(x, "get_high_precision_init_val")]
 
@@ -104,7 +107,7 @@ def values(local: Tensor) -> Tensor:
 
 
 def codes(local: Tensor) -> Tensor | None:
-    """By rows; those by columns, which its layers make and drop as they like, only where there are no others."""
+    """The codes by rows. Those by columns, which its layers make and drop as they like, only if there are no others."""
     quantized = _self_quantizing(local)
     found = () if quantized is None else quantized.get_data_tensors()
     return next((each for each in found if each is not None), None)
@@ -146,10 +149,10 @@ def keeps(param: Tensor, master: Tensor) -> bool:
 
 
 def _is_rounded_twice(local: Tensor, master: Tensor, written: Tensor) -> bool:
-    """Whether all of a weight may be its master rounded with one scale, and then with another one.
+    """True if all of a weight may be its master rounded with one scale, and then with another one.
 
     Delayed scaling's scales are in a module's extra state, which DCP does not save. So codes may be rounded a second
-    time when a model is loaded, be it before its optimizer or after it: they may be half a step off by each scale.
+    time when a model is loaded, before or after its optimizer: each scale may put them half a step off.
     """
     quantizer = _quantizer(local)
     if not _is_delayed(quantizer):
@@ -160,7 +163,7 @@ def _is_rounded_twice(local: Tensor, master: Tensor, written: Tensor) -> bool:
 
 
 def _is_delayed(quantizer: Any) -> bool:
-    """Of delayed scaling: current scaling's quantizers of older versions have a ``scale``, too, as kernels' memory."""
+    """True for delayed scaling. Older current-scaling quantizers have a ``scale``, too, as kernels' memory."""
     return hasattr(quantizer, "scale") and not hasattr(quantizer, "with_amax_reduction")
 
 
@@ -174,13 +177,13 @@ def _rounded(local: Tensor, master: Tensor) -> Tensor:
 
 
 def needs_collective(param: Tensor) -> bool:
-    """Where ``quantize_`` computes one scale of a whole weight, which it reduces over ranks."""
+    """True if ``quantize_`` computes one scale of a whole weight, which it reduces over ranks."""
     local = local_tensor(param)
     return _self_quantizing(local) is not None and _reduces(_quantizer(local)) and bool(sharding_dims(param))
 
 
 def _reduces(quantizer: Any) -> bool:
-    """Whether it can reduce amaxes, or one of the two that a ``HybridQuantizer`` consists of can."""
+    """True if the quantizer, or one of the two in a ``HybridQuantizer``, can reduce amaxes."""
     parts = [getattr(quantizer, f"{way}_quantizer", quantizer) for way in ("rowwise", "columnwise")]
     return any(hasattr(part, "with_amax_reduction") for part in parts)
 
@@ -188,11 +191,11 @@ def _reduces(quantizer: Any) -> bool:
 def _reduction_group(param: Tensor) -> ProcessGroup:
     """The ranks that share a weight's scale. Raises, on all of them alike, where the quantizer cannot reduce."""
     assert isinstance(param, DTensor)
-    what = f"a TransformerEngine weight of shape {tuple(param.shape)} with placements {tuple(param.placements)}"
+    weight = f"a TransformerEngine weight of shape {tuple(param.shape)} with placements {tuple(param.placements)}"
     dims = sharding_dims(param)
     if len(dims) != 1:
         raise NotImplementedError(
-            f"{what}: its quantizer reduces scales over one mesh dim only, and several shard it; use a recipe whose "
+            f"{weight}: its quantizer reduces scales over one mesh dim only, and several shard it; use a recipe whose "
             "scales are of blocks, or delayed scaling"
         )
     dim, ranks = sharded_dim(param.placements[dims[0]]), param.device_mesh.size(dims[0])
@@ -200,14 +203,17 @@ def _reduction_group(param: Tensor) -> ProcessGroup:
     size = param.shape[dim]
     if -(-size // ranks) * (ranks - 1) >= size:
         raise NotImplementedError(
-            f"{what}: some of its {ranks} ranks hold nothing, and quantizers do not reduce scales there, so that the "
+            f"{weight}: some of its {ranks} ranks hold nothing, and quantizers do not reduce scales there, so that the "
             "other ranks would wait for ever; use fewer ranks, or leave this weight unsharded or unquantized"
         )
     return param.device_mesh.get_group(dims[0])
 
 
 def _reduce_within_quantize(param: Tensor) -> None:
-    """As TransformerEngine does when it first gathers a weight. Checkpoints are loaded before that."""
+    """Let ``quantize_`` reduce amaxes, as TransformerEngine does when it first gathers a weight.
+
+    Checkpoints are loaded before that.
+    """
     local, group = local_tensor(param), _reduction_group(param)
     if hasattr(local, "amax_reduction_group"):
         cast(Any, local).amax_reduction_group = group
@@ -221,7 +227,7 @@ def _reduce_within_quantize(param: Tensor) -> None:
 
 @torch.no_grad()
 def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
-    """One by one. In a skipped step masters are as before: TransformerEngine's tensors quantize them again."""
+    """Write updates one by one. In a skipped step TransformerEngine's tensors quantize the same masters again."""
     has_rounding = any(_self_quantizing(local_tensor(update.param)) is None for update in updates)
     # torchao rounds stochastically, and would move the codes of a skipped step. The device is asked once.
     skips = has_rounding and applies is not None and not is_capturing() and not bool(applies)
@@ -240,7 +246,7 @@ def write(updates: Sequence[Update], applies: Tensor | None = None, advance: boo
 
 
 class Batch:
-    """Of one step: each has new values."""
+    """The updates of one step; each has new values."""
 
     lasts = False
 

@@ -63,7 +63,7 @@ def is_master(param: Tensor, master: Tensor, written: Tensor) -> Tensor:
 
 
 def _is_master(local: QuantizedTensor, rows: slice, master: Tensor, written: Tensor) -> Tensor:
-    """Of a block's first row, or of blocks."""
+    """:func:`is_master` of some rows: the first block's rest, or whole blocks."""
     recipe, before, x = local.recipe, local.before, master.reshape(as_matrix(master.shape))
     components = tiles.rows_of({**local.components, **(before or {})}, recipe, rows, local.rows_before)
     rounded = recipe.rounded(x, components).view(written.shape)
@@ -100,7 +100,7 @@ def place(param: Tensor, part: str) -> Place:
 
 
 def needs_collective(param: Tensor) -> bool:
-    """Whether new values of this parameter need a reduction over ranks."""
+    """True if new values of this parameter need a reduction over ranks."""
     return (local_weight(param).recipe.scales_whole_tensor and bool(sharding_dims(param))) or _shares_blocks(param)
 
 
@@ -130,16 +130,16 @@ def write(updates: Sequence[Update], applies: Tensor | None = None, advance: boo
 
 @torch.no_grad()
 def quantize(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
-    """:func:`write` of values that initial ones may still be as precise as."""
+    """:func:`write` of values that are no more precise than the initial ones, which stay."""
     weights = Batch(updates)
     weights.quantize(applies, advance)
     weights.mark_quantized()
 
 
 class Batch:
-    """Updates of many weights, made once or step by step: what lasts as long as their parameters is found out once.
+    """Updates of many weights, for one step or many: everything that depends on the parameters only is found once.
 
-    The parameters themselves are not kept.
+    Parameters are held by weak reference.
     """
 
     lasts = True
@@ -173,11 +173,11 @@ class Batch:
         return None if absmaxes is None else [absmaxes[i] for i in self._rescaled]
 
     def prepare(self, applies: Tensor | None) -> None:
-        """Before the pass: as ``adapters.Batch.prepare``."""
+        """Prepare scales before the pass, as ``adapters.Batch.prepare``."""
         self._scales.prepare(applies)
 
     def write(self, applies: Tensor | None, advance: bool = True) -> None:
-        """After it: as :meth:`Adapter.write`."""
+        """Write after the pass, as :meth:`Adapter.write`."""
         self.quantize(applies, advance)
         self._initials.mark_updated()  # whose initial values are not wanted any more
 
@@ -198,7 +198,7 @@ class Batch:
 
 
 class _Params:
-    """Parameters that are not kept: who asks for them has them."""
+    """Parameters held by weak reference; the caller of :meth:`all` holds them."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         self._references = list(map(reference_to, params))
@@ -213,7 +213,7 @@ class _Params:
 
 
 def _shares_blocks(param: Tensor) -> bool:
-    """Whether ranks share blocks of this parameter; all of them answer alike."""
+    """True if ranks share blocks of this parameter; the same on all ranks."""
     block_rows = local_weight(param).recipe.block_rows
     return block_rows > 1 and isinstance(param, DTensor) and _rows_cut(param._spec)[1] % block_rows > 0
 
@@ -225,14 +225,14 @@ def _first_row(param: Tensor) -> int:
 
 @functools.cache  # torch takes longer to find it than a step may
 def _rows_cut(spec: DTensorSpec) -> tuple[int, int]:
-    """Where this rank's rows begin, and the largest number that those of all ranks begin at multiples of."""
+    """(this rank's first row, the greatest common divisor of all ranks' first rows)."""
     shape, placements = tuple(spec.shape), spec.placements
     _, offsets = compute_local_shape_and_global_offset(shape, spec.mesh, placements)
     return offsets[0], math.gcd(*(start for start, _ in shard_ranges(shape, spec.mesh, placements, 0)))
 
 
 def _edges(param: Tensor, weight: Encoding) -> list[Encoding]:
-    """The rows in blocks that other ranks may share."""
+    """Encodings of the rows in blocks that other ranks may share."""
     local = local_weight(param)
     ends = _first_row(param) + local.shape[0] == param.shape[0]
     return tiles.edges(weight, local.rows_before, ends) if local.numel() else []
@@ -241,22 +241,22 @@ def _edges(param: Tensor, weight: Encoding) -> list[Encoding]:
 def _agree_on_blocks(weights: Mapping[Tensor, Encoding | None]) -> None:
     """Give shared blocks the largest scale that a rank has found; all ranks pass the same parameters.
 
-    ``weights``: with what this rank has encoded of each, None where it has nothing new.
+    ``weights``: this rank's encoding of each, None if it has nothing new.
     """
     encodings = {param: weight for param, weight in weights.items() if weight is not None}
     scales: dict[Tensor, Tensor] = {}  # of all blocks of the weight in these columns; 0 of those on other ranks
-    own: dict[Tensor, slice] = {}
+    own_blocks: dict[Tensor, slice] = {}
     for param in weights:
         recipe, here = local_weight(param).recipe, local_weight(param).components["scale"]
         blocks, first = -(-param.shape[0] // recipe.block_rows), _first_row(param) // recipe.block_rows
         scales[param] = here.new_zeros(blocks * here.shape[1])
-        own[param] = slice(first * here.shape[1], first * here.shape[1] + here.numel())
+        own_blocks[param] = slice(first * here.shape[1], first * here.shape[1] + here.numel())
         if param in encodings:
-            scales[param][own[param]] = here.reshape(-1)
+            scales[param][own_blocks[param]] = here.reshape(-1)
     for param, largest in reduce_over_shards(scales, rows_only=True).items():
         if param in encodings:
             here = local_weight(param).components["scale"]
-            here.copy_(largest[own[param]].view(here.shape))
+            here.copy_(largest[own_blocks[param]].view(here.shape))
     tiles.encode_under_scales([edge for param, weight in encodings.items() for edge in _edges(param, weight)])
 
 
@@ -268,7 +268,8 @@ _Sharding = tuple[DeviceMesh, tuple[int, ...], torch.device]  # the mesh's dims 
 class _Absmaxes:
     """The largest finite magnitude of each parameter's values.
 
-    ``in_place``: of shape ``(1,)``, where the update pass has measured all of them and they are reduced where they are.
+    ``in_place``: the measured absmaxes, of shape ``(1,)``, if the update pass has measured all and they are reduced in
+    their memory; else None.
     """
 
     def __init__(self, updates: Sequence[Update]) -> None:
@@ -283,13 +284,13 @@ class _Absmaxes:
         self.in_place = list(measured.values()) if are_in_place else None
 
     def over_shards(self) -> list[Tensor] | None:
-        """Over all shards, of shape ``(1,)``: as the update pass has measured it, or by a pass of its own.
+        """The absmaxes reduced over all shards, of shape ``(1,)`` each; measured here if the update pass has not.
 
-        None: ``in_place``.
+        None if they were reduced ``in_place``.
         """
         if self.in_place is None:
-            found = iter(codec.absmaxes(self._others))
-            own = [next(found) if absmax is None else absmax for absmax in self._measured]
+            measured = iter(codec.absmaxes(self._others))
+            own = [next(measured) if absmax is None else absmax for absmax in self._measured]
             return list(reduce_over_shards(dict(zip(self.params.all(), own, strict=True))).values())
         for mesh, dims, absmaxes in self._stacks:
             _reduce(absmaxes, mesh, dims)
@@ -302,7 +303,7 @@ def _to_be_measured(update: Update) -> tuple[Recipe, Tensor | None, torch.device
 
 
 def _side_by_side(entries: Sequence[Tensor]) -> Tensor | None:
-    """Tensors of shape ``(1,)`` as one that is their memory; None where they do not follow each other in it."""
+    """Tensors of shape ``(1,)`` as one view of their memory; None unless they follow each other in it."""
     first = entries[0]
     memory, begin = first.untyped_storage().data_ptr(), first.storage_offset()
     for i, entry in enumerate(entries):
@@ -314,26 +315,26 @@ def _side_by_side(entries: Sequence[Tensor]) -> Tensor | None:
 def reduce_over_shards(numbers: Mapping[Tensor, Tensor], rows_only: bool = False) -> dict[Tensor, Tensor]:
     """The largest of the ranks' numbers of each parameter, element by element; all ranks pass the same parameters.
 
-    ``rows_only``: of those that have the same columns.
+    ``rows_only``: reduce over ranks with the same columns only.
     """
-    found = dict(numbers)
+    largest = dict(numbers)
     for (mesh, dims, _), alike in _by_sharding(numbers, rows_only).items():
         reduced = torch.cat([numbers[param] for param in alike])
         _reduce(reduced, mesh, dims)
-        found.update(zip(alike, reduced.split([len(numbers[param]) for param in alike]), strict=True))
-    return found
+        largest.update(zip(alike, reduced.split([len(numbers[param]) for param in alike]), strict=True))
+    return largest
 
 
 def _by_sharding(numbers: Mapping[Tensor, Tensor], rows_only: bool = False) -> dict[_Sharding, list[Tensor]]:
-    """The parameters whose shards are on several ranks."""
-    found: dict[_Sharding, list[Tensor]] = {}
-    for param, own in numbers.items():
+    """The parameters with shards on several ranks, by mesh, sharding dims and device."""
+    params: dict[_Sharding, list[Tensor]] = {}
+    for param, number in numbers.items():
         dims = sharding_dims(param)
         if isinstance(param, DTensor) and rows_only:
             dims = tuple(dim for dim in dims if sharded_dim(param.placements[dim]) == 0)
         if isinstance(param, DTensor) and dims:
-            found.setdefault((param.device_mesh, dims, own.device), []).append(param)
-    return found
+            params.setdefault((param.device_mesh, dims, number.device), []).append(param)
+    return params
 
 
 def _reduce(numbers: Tensor, mesh: DeviceMesh, dims: Sequence[int]) -> None:
@@ -342,11 +343,11 @@ def _reduce(numbers: Tensor, mesh: DeviceMesh, dims: Sequence[int]) -> None:
 
 
 def _complete_empty_shards(params: Iterable[Tensor]) -> None:
-    """Ranks that hold no rows take over scales and histories, of which a checkpoint neither saves nor loads theirs."""
+    """Give ranks without rows the others' scales and histories: a checkpoint neither saves nor loads theirs."""
     locals_ = {param: local_weight(param) for param in params}
-    own = {param: torch.cat(local.of_whole_weight()) for param, local in locals_.items()}
-    own = {param: value if locals_[param].numel() else torch.zeros_like(value) for param, value in own.items()}
-    for param, numbers in reduce_over_shards(own).items():
+    scales = {param: torch.cat(local.of_whole_weight()) for param, local in locals_.items()}
+    scales = {param: value if locals_[param].numel() else torch.zeros_like(value) for param, value in scales.items()}
+    for param, numbers in reduce_over_shards(scales).items():
         if not locals_[param].numel():
             parts = locals_[param].of_whole_weight()
             for part, value in zip(parts, numbers.split([len(part) for part in parts]), strict=True):

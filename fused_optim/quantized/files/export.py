@@ -96,10 +96,10 @@ def save_quantized_safetensors(
 
 @dataclass(frozen=True)
 class Written:
-    """What becomes tensors in files together. ``rows``: which of a quantized weight, as ``FileTensors.rows`` has them
-    (names alone, where files have views of it).
+    """Tensors that are written together, as the files' tensors need them.
 
-    Without these, values are written.
+    ``rows``: the rows of a quantized weight in each file tensor, as ``FileTensors.rows`` has them (names only, if files
+    have views of it). None: values are written.
     """
 
     files: FileTensors
@@ -116,15 +116,15 @@ class Written:
         return self.tensors[self.name]
 
     def empty(self) -> dict[str, Tensor]:
-        """What files have of the values, without memory."""
+        """The file tensors without memory, by name."""
         return self.files.empty(self.tensors)
 
     def values(self) -> dict[str, Tensor]:
-        """What files have of the values: a collective."""
+        """The file tensors with their values, by name; a collective."""
         return self.files.convert({name: self._whole(tensor.detach()) for name, tensor in self.tensors.items()})
 
     def matrices(self, values: Tensor) -> dict[str, Tensor]:
-        """What files have of the values at all elements of a quantized weight."""
+        """The file tensors, by name, of values at all elements of a quantized weight."""
         assert self.rows is not None
         if self.files.are_views:
             return {name: matrix.contiguous() for name, matrix in self.files.convert({self.name: values}).items()}
@@ -163,7 +163,9 @@ def _written(
     ``linear``: whether the configuration will have readers make linear layers of Llama 4's experts.
     """
     for name, tensor in tensors.items():
-        _check(name, tensor)
+        check_gathered(name, tensor)
+        if _recipe(tensor) is not None:
+            local_weight(tensor).check_quantized()
     holders = parameter_holders(model)
     known = {
         name: tensor
@@ -171,25 +173,27 @@ def _written(
         if _recipe(tensor) is not None and _is_known(model, tensor, holders[tensor], layout, readers)
     }
     experts = [name for name, tensor in known.items() if tensor.dim() == 3]
-    found = []
+    all_written = []
     for files in file_tensors(model, {name: tensor.shape for name, tensor in tensors.items()}, experts):
         if linear:
             files = linear_experts(model, files.names[0]) or files
-        own = {name: tensors[name] for name in files.names}
-        each = Written(files, own, tuple(holder for tensor in own.values() for holder in holders.get(tensor, ())))
-        found.append(replace(each, rows=_rows(each, layout)) if each.name in known else each)
-    _check_nvfp4(found, readers)
-    return found
+        own_tensors = {name: tensors[name] for name in files.names}
+        entry = Written(
+            files, own_tensors, tuple(holder for tensor in own_tensors.values() for holder in holders.get(tensor, ()))
+        )
+        all_written.append(replace(entry, rows=_rows(entry, layout)) if entry.name in known else entry)
+    _check_nvfp4(all_written, readers)
+    return all_written
 
 
 def _check_nvfp4(written: list[Written], readers: Readers) -> None:
-    """Raise, or warn, where transformers would load experts to other values."""
-    quantized = [each for each in written if each.rows is not None and _is_nvfp4(each)]
+    """Raise, or warn, if transformers would load experts to other values."""
+    quantized = [entry for entry in written if entry.rows is not None and _is_nvfp4(entry)]
     text = "transformers 5.23.0 decodes experts beside NVFP4 without their FP32 scale; vLLM and SGLang read them"
-    joined = (each for each in written if len(each.empty()) > 1 and not each.files.are_views)
+    joined = (entry for entry in written if len(entry.empty()) > 1 and not entry.files.are_views)
     if readers == "transformers" and quantized and any(joined):
         raise ValueError(f"{quantized[0].name}: {text}: use readers='servers', or another recipe")
-    experts = [each.name for each in quantized if each.weight.dim() == 3]
+    experts = [entry.name for entry in quantized if entry.weight.dim() == 3]
     if experts and this_rank() == 0:
         warnings.warn(f"{experts[0]}: {text}", stacklevel=5)
 
@@ -199,22 +203,12 @@ def _recipe(tensor: Tensor) -> Recipe | None:
     return local.recipe if isinstance(local, QuantizedTensor) else None
 
 
-def _is_alike(recipe: Recipe | None, other: Recipe) -> bool:
-    return recipe is not None and recipe.same_format(other)
-
-
 def _is_nvfp4(each: Written) -> bool:
     return isinstance(_recipe(each.weight), NVFP4BlockScaling)
 
 
-def _check(name: str, tensor: Tensor) -> None:
-    check_gathered(name, tensor)
-    if _recipe(tensor) is not None:
-        local_weight(tensor).check_quantized()
-
-
 def _is_known(model: nn.Module, weight: Tensor, holders: list[Holder], layout: Layout, readers: Readers) -> bool:
-    """Whether a layout has words for a quantized weight where it is: for linear layers, and experts of one recipe."""
+    """True if a layout can describe a quantized weight in its module: a linear layer, or experts of one recipe."""
     recipe, first = local_weight(weight).recipe, holders[0]
     if any(holder.module is not first.module for holder in holders):
         return False
@@ -223,14 +217,18 @@ def _is_known(model: nn.Module, weight: Tensor, holders: list[Holder], layout: L
     if weight.dim() == 3:
         beside = (param for param in first.module.parameters(recurse=False) if param.dim() == 3)
         reads = readers == "servers" or layouts.transformers_reads_experts(recipe, layout)
-        return reads and all(_is_alike(_recipe(param), recipe) for param in beside)
+        others = map(_recipe, beside)
+        return reads and all(other is not None and other.same_format(recipe) for other in others)
     if is_head(first.name) and (layout == "fp8" or recipe.block_rows > 1):  # servers cut heads by single rows
         return False
     return isinstance(first.module, nn.Linear) and first.key == "weight" and not is_router(model, first.path)
 
 
 def _rows(each: Written, layout: Layout) -> dict[str, Tensor | None] | None:
-    """Nothing where files have other than matrices of whole blocks. Raises ValueError for what a layout has not."""
+    """The rows of a quantized weight in each file tensor; None unless these are matrices of whole blocks.
+
+    Raises ValueError for shapes that the layout cannot have.
+    """
     weight, recipe = each.weight, local_weight(each.weight).recipe
     if each.files.are_views:
         return dict.fromkeys(each.empty()) if isinstance(recipe, Float8TensorScaling) else None
@@ -255,15 +253,15 @@ def _modules(written: list[Written], layout: Layout) -> Modules:
     """Linear layers that are quantized, by recipe, and all other modules with matrices: by all their names."""
     quantized: dict[Recipe, set[str]] = {}
     plain: set[str] = set()
-    for each in written:
-        names = {holder.name for holder in each.holders}
-        files = {name.rpartition(".")[0] for name in (each.empty() if each.rows is None else each.rows)}
+    for entry in written:
+        names = {holder.name for holder in entry.holders}
+        files = {name.rpartition(".")[0] for name in (entry.empty() if entry.rows is None else entry.rows)}
         patterns = len(files) > 1 and layout == "compressed-tensors"  # the other one has none
-        if each.rows is not None:
+        if entry.rows is not None:
             targets = {_of_experts(name, only=True) for name in files} if patterns else files | names
-            of_matrices = local_weight(each.weight).recipe.for_shape(tuple(each.weight.shape[-2:]))
+            of_matrices = local_weight(entry.weight).recipe.for_shape(tuple(entry.weight.shape[-2:]))
             quantized.setdefault(of_matrices, set()).update(targets)
-        elif any(tensor.dim() > 1 and isinstance(tensor, nn.Parameter) for tensor in each.tensors.values()):
+        elif any(tensor.dim() > 1 and isinstance(tensor, nn.Parameter) for tensor in entry.tensors.values()):
             plain |= names | ({_of_experts(name) for name in files} if patterns else files)
     return quantized, plain.difference(*quantized.values())
 
@@ -279,7 +277,10 @@ def _of_experts(name: str, only: bool = False) -> str:
 
 
 def _config(everyone: list[Modules], layout: Layout) -> dict[str, Any]:
-    """Of all ranks' modules: pipeline stages have different ones. Nothing where no weight is written quantized."""
+    """The configuration of all ranks' modules, as pipeline stages have different ones.
+
+    Empty if no weight is quantized.
+    """
     by_recipe: dict[Recipe, set[str]] = {}
     for quantized, _ in everyone:
         for recipe, names in quantized.items():
@@ -318,20 +319,20 @@ def _common_scales(written: list[Written]) -> dict[str, float]:
     A power of two times that of the largest weight, whose scales of blocks stay exact therefore, and none overflows.
     """
     joined: dict[tuple[str, tuple[str, ...]], dict[str, Tensor]] = {}
-    for each in written:
-        for name in each.rows or () if _is_nvfp4(each) else ():
-            parent, _, own = name.removesuffix(".weight").rpartition(".")
+    for entry in written:
+        for name in entry.rows or () if _is_nvfp4(entry) else ():
+            parent, _, layer = name.removesuffix(".weight").rpartition(".")
             for names in _JOINED:
-                if own in names:
-                    joined.setdefault((parent, names), {})[each.name] = each.weight
-    found = {}
+                if layer in names:
+                    joined.setdefault((parent, names), {})[entry.name] = entry.weight
+    common_scales = {}
     for weights in joined.values():
         scales = {name: local_weight(weight).components["tensor_scale"].item() for name, weight in weights.items()}
         first = scales[max(weights, key=lambda name: weights[name].numel())]
         if first > 0:
             common = first * 2.0 ** max(0, math.ceil(math.log2(max(scales.values()) / first)))
-            found.update(dict.fromkeys(scales, common))
-    return found
+            common_scales.update(dict.fromkeys(scales, common))
+    return common_scales
 
 
 def _entry(each: Written, layout: Layout, common: float | None) -> Entry:
@@ -341,12 +342,12 @@ def _entry(each: Written, layout: Layout, common: float | None) -> Entry:
     weight, recipe = each.weight, local_weight(each.weight).recipe
 
     def stored(whole: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        found = {}
+        tensors = {}
         for component in layouts.components(recipe):
             for name, matrix in each.matrices(whole(component)).items():
                 suffix, value = layouts.stored(recipe, component, matrix, layout)
-                found[f"{name}{suffix}"] = value
-        return found
+                tensors[f"{name}{suffix}"] = value
+        return tensors
 
     empty = stored(lambda _: torch.empty(weight.shape, device="meta"))
     return Entry.like(empty, lambda: stored(lambda component: _whole(weight, component, common)))

@@ -18,7 +18,7 @@ Form = Literal["plain", "compressed-tensors", "fp8"]
 
 @runtime_checkable
 class Pretrained(Protocol):
-    """What is asked of a model of transformers."""
+    """The part of a transformers model that is used here."""
 
     config: Any
 
@@ -49,7 +49,7 @@ def save_pretrained_as(model: nn.Module, form: Form = "plain") -> None:
 
 
 def write_plain_weights(models: list[nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
-    """For ``accelerator.register_save_state_pre_hook``: ``save_state`` writes decoded values of quantized weights.
+    """Write decoded values with ``save_state``: a hook for ``accelerator.register_save_state_pre_hook``.
 
     When the state is loaded, the optimizer's masters write the weights, bit for bit.
     """

@@ -1,4 +1,4 @@
-"""How inference servers keep quantized weights in files: names, tensors, and what a configuration says of them.
+"""Layouts of quantized weights in inference servers' files: names, tensors, and configurations.
 
 Two layouts. ``"compressed-tensors"`` (of the package of that name, and of vLLM): ``weight`` and ``weight_scale``.
 ``"fp8"`` (fine-grained FP8 of Hugging Face transformers, as DeepSeek publishes it): ``weight`` and
@@ -57,12 +57,12 @@ def problem(recipe: Recipe, shape: tuple[int, ...], layout: Layout) -> str | Non
 
 
 def transformers_reads_experts(recipe: Recipe, layout: Layout) -> bool:
-    """As of 5.23.0: from compressed-tensors those with one scale, or one per row, alone."""
+    """True if transformers 5.23.0 reads experts' weights: in compressed-tensors only with one scale, or one per row."""
     return layout == "fp8" or isinstance(recipe, Float8TensorScaling)
 
 
 def transformers_reads_blocks(recipe: Recipe, layout: Layout, shape: tuple[int, ...]) -> bool:
-    """As of 5.23.0, which takes the blocks of ``"fp8"`` to be equally large, where it decodes them."""
+    """True if transformers 5.23.0 reads these blocks: it assumes blocks of equal size when it decodes ``"fp8"``."""
     block = _block(recipe)
     if layout == "compressed-tensors" or block is None:
         return True
@@ -70,12 +70,12 @@ def transformers_reads_blocks(recipe: Recipe, layout: Layout, shape: tuple[int, 
 
 
 def components(recipe: Recipe) -> list[str]:
-    """Those that files hold something of: histories are not needed to decode."""
+    """The names of the components that files hold: histories are not needed to decode."""
     return [part.name for part in recipe.components if part.name != "amax_history"]
 
 
 def stored(recipe: Recipe, component: str, values: Tensor, layout: Layout) -> tuple[str, Tensor]:
-    """What a file holds of a component of a matrix: what is appended to the weight's name, and the tensor.
+    """The (suffix of the weight's name, tensor) under which a file holds a component of a matrix.
 
     ``values``: the FP32 values of the component at every element of the matrix, in its shape.
     """
@@ -114,13 +114,13 @@ def _block(recipe: Recipe) -> tuple[int, int] | None:
 
 
 def config(by_recipe: Mapping[Recipe, Collection[str]], plain: Collection[str], layout: Layout) -> Any:
-    """What ``config.json`` has as ``quantization_config``.
+    """The ``quantization_config`` for ``config.json``.
 
-    ``by_recipe``: linear layers that are quantized so: names, or what compressed-tensors knows as patterns of names.
-    ``plain``: modules with weights that are not. One recipe for all others needs no names but those of heads, which are
-    no linear layers to servers.
+    ``by_recipe``: names of the linear layers that are quantized so, or compressed-tensors' patterns of names.
+    ``plain``: modules with plain weights. If one recipe covers all layers, only the names of heads are needed, which
+    servers do not count as linear layers.
 
-    Raises ValueError for what the layout has no words for.
+    Raises ValueError for recipes that the layout cannot describe.
     """
     if layout == "fp8":
         blocks = {(_block(recipe), isinstance(recipe, MXFP8BlockScaling)) for recipe in by_recipe}
@@ -237,7 +237,7 @@ def _recipe_of(shape: tuple[int, ...], scale: Tensor) -> tuple[Recipe, Component
 
 
 def _fits(shape: tuple[int, ...], scale: Tensor, block: tuple[int, int]) -> bool:
-    """Whether scales are those of such blocks. In more than two dims, these must not go from row to row."""
+    """True if scales have the shape that blocks give. In more than two dims, blocks must not go from row to row."""
     found = tuple(scale.shape) == (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
     return found and (len(shape) == 2 or (block[0] == 1 and shape[-1] % block[1] == 0))
 
@@ -247,7 +247,7 @@ def _are_exponents(scale: Tensor) -> bool:
 
 
 def _as_float(scale: Tensor) -> Tensor:
-    """FP32 scales, of exponents too."""
+    """The FP32 scales; exponents are converted."""
     return elements.power_of_two(scale.view(torch.uint8).int()) if _are_exponents(scale) else scale.float()
 
 

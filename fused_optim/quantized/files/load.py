@@ -41,10 +41,10 @@ def load_quantized_safetensors(model: nn.Module, path: str | os.PathLike[str], s
     with on_all_ranks(doing):
         targets = _targets(model)
         with _opened(path, doing) as (keys, read):
-            found = {name: parts for name, target in targets.items() if (parts := target.parts_in(keys))}
+            parts_found = {name: parts for name, target in targets.items() if (parts := target.parts_in(keys))}
             if strict:
-                _check_names(targets, found, keys)
-            for name, parts in found.items():
+                _check_names(targets, parts_found, keys)
+            for name, parts in parts_found.items():
                 _load(targets[name], parts, lambda part: [read(key) for key in layouts.keys_of(part, keys)])
     finish_initialization(model)
 
@@ -62,25 +62,25 @@ class _Target:
     views: FileTensors | None = None  # of it, which files may have instead
 
     def parts_in(self, keys: Collection[str]) -> Parts:
-        """Itself, or its parts where files have all of them; else nothing."""
+        """The parts that files have: itself, or all of its parts; else none."""
         ways: list[Parts] = [*({name: None} for name in self.names), self.parts, self.of_views()]
         return next((parts for parts in ways if parts and all(layouts.keys_of(name, keys) for name in parts)), {})
 
     def of_views(self, tensor: Tensor | None = None) -> dict[str, Tensor]:
-        """Of the tensor; or of nothing, with their shapes."""
+        """The file tensors of ``tensor`` by name; of nothing, meta tensors with their shapes."""
         whole = torch.empty(self.tensor.shape, device="meta") if tensor is None else tensor
         return {} if self.views is None else self.views.convert({self.names[0]: whole})
 
 
 def _targets(model: nn.Module) -> dict[str, _Target]:
-    """By the first name. Raises RuntimeError for what has no memory yet."""
+    """All targets by their first name. Raises RuntimeError for tensors on the meta device."""
     tensors = {names[0]: (tensor, names) for tensor, names in tensor_names(model).items()}
     for name, (tensor, _) in tensors.items():
         if local_tensor(tensor).is_meta:
             raise RuntimeError(f"{name} is on the meta device: call model.to_empty(device=...) first")
     shapes = {name: tensor.shape for name, (tensor, _) in tensors.items()}
     experts = [name for name, shape in shapes.items() if len(shape) == 3]
-    parts = {each.names[0]: each.rows(shapes[each.names[0]]) for each in file_tensors(model, shapes, experts)}
+    parts = {files.names[0]: files.rows(shapes[files.names[0]]) for files in file_tensors(model, shapes, experts)}
     return {
         name: _Target(tensor, names, parts.get(name) or {}, linear_experts(model, name))
         for name, (tensor, names) in tensors.items()
@@ -152,7 +152,7 @@ def _joined(parts: list[tuple[Tensor, Tensor | None]], shape: torch.Size) -> Ten
 
 
 def _fits(part: Tensor, first: QuantizedTensor) -> bool:
-    """Whether they are parts of one quantized weight: rows with blocks of their own, and one scale for all, if any."""
+    """True for parts of one quantized weight: rows with blocks of their own, and the same scale for all, if any."""
     if not isinstance(part, QuantizedTensor) or part.recipe != first.recipe or first.recipe.block_rows > 1:
         return False
     return all(a.equal(b) for a, b in zip(part.of_whole_weight(), first.of_whole_weight(), strict=True))
@@ -180,7 +180,7 @@ def _placed(source: QuantizedTensor, like: Tensor) -> Tensor | None:
 
 @contextmanager
 def _opened(path: Path, doing: str) -> Iterator[tuple[Collection[str], Callable[[str], Tensor]]]:
-    """The keys, and what reads a tensor into host memory."""
+    """(the keys, a function that reads a key's tensor into host memory)."""
     safe_open = optional("safetensors", doing, "safetensors").safe_open
     files: dict[Path, Any] = {}
 

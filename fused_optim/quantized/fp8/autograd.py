@@ -1,4 +1,4 @@
-"""What the products of layers owe to autocast, to torch.func, and to those who differentiate gradients again."""
+"""Rules for the products of layers under autocast, torch.func and double backward."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ def as_autocast_wants(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[T
 
 
 def is_transformed() -> bool:
-    """Whether this runs for vmap, grad, jvp and their like, which show no function what tensors hold."""
+    """True within vmap, grad, jvp and the like, which hide what tensors hold from functions."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def decoded_for_transform(weight: Tensor) -> Tensor:
-    """A plain one with its values, by an operation that transforms know, since they may hide what the weight is."""
+    """The decoded values, by an operation that transforms know: they may hide that the weight is quantized."""
     return weight * 1
 
 
 def check_backward(gradient: Tensor) -> None:
-    """Raise RuntimeError in a backward pass that codes are no answer for, since they have no derivatives.
+    """Raise RuntimeError in a backward pass that needs derivatives of codes, which have none.
 
-    At once: what is left out of a graph would pass for a constant.
+    At once: an operation that is left out of a graph would pass for a constant.
     """
-    instead = 'use a recipe without compute="fp8" or "fp4", dequantize_model_(model), or the transforms of torch.func'
+    hint = 'use a recipe without compute="fp8" or "fp4", dequantize_model_(model), or the transforms of torch.func'
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"gradients of FP8 products cannot be differentiated again, which create_graph=True is for: {instead}"
+            f"gradients of FP8 products cannot be differentiated again, which create_graph=True is for: {hint}"
         )
     if is_transformed() or torch._C._functorch.is_legacy_batchedtensor(gradient):
         raise RuntimeError(
             "gradients of FP8 products cannot be computed for several outputs at once (is_grads_batched=True, "
-            f"vectorize=True): {instead}"
+            f"vectorize=True): {hint}"
         )

@@ -1,11 +1,12 @@
-"""How activations and gradients become FP8, and the transposed copies that products on GPUs need.
+"""Casts of activations and gradients to FP8, and the transposed copies that products on GPUs need.
 
 Matrices only. A scale is what codes are multiplied by: the largest magnitude that shares it, over the format's largest.
-What is not finite counts for the largest, so all that shares a scale with it becomes NaN.
+Values that are not finite count as the largest, so everything that shares a scale with one becomes NaN.
 
 The functions that begin with an underscore and a verb define the bits in PyTorch. The compiled engines do the same for
-BF16 and FP16, in fewer passes, as operators (``torch.ops.fused_optim.fp8_*``) that compilers know. Where something
-traces, it measures what has one scale, and casts rows, so that it can fuse that with what surrounds it.
+BF16 and FP16, in fewer passes, as operators (``torch.ops.fused_optim.fp8_*``) that compilers know. While something
+traces, one-scale measurements and casts of rows stay in PyTorch, so that the compiler can fuse them with their
+surroundings.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Codes(NamedTuple):
     whole: Tensor | None = None
 
     def values(self) -> Tensor:
-        """FP32."""
+        """The FP32 values."""
         if self.scaling in AS_WEIGHTS:
             parts = {"data": self.data, "scale": self.scale}
             if self.whole is not None:
@@ -67,12 +68,12 @@ class Codes(NamedTuple):
 
 
 def matrix_of(x: Tensor) -> Tensor:
-    """Rows of activations."""
+    """Activations as a matrix, a row for each token."""
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def shaped(matrix: Tensor, shape: Sequence[int]) -> Tensor:
-    """No view as autograd knows them, as in torch's own linear layers: it may be changed in place."""
+    """The matrix in another shape, but no view to autograd: it may be changed in place, as torch's own outputs."""
     return matrix if len(shape) == 2 else torch.ops.aten._unsafe_view.default(matrix, shape)
 
 
@@ -141,7 +142,7 @@ def _cast_columns(x: Tensor, scaling: Scaling) -> Codes:
 
 
 def transposed(codes: Codes, after: Tensor | None = None) -> Codes:
-    """The same values. Of one scale, or of tiles: without rounding; of MXFP8: see :class:`MXFP8BlockScaling`.
+    """The transpose. Exact for one scale and for tiles; for MXFP8 see :class:`MXFP8BlockScaling`.
 
     ``after``: a tensor that exists before. Without one, compilers may transpose weights in forward and keep the copies.
     """
@@ -158,12 +159,12 @@ _MODES = torch._C._TorchDispatchModeKey
 
 
 def is_observed(x: Tensor) -> bool:
-    """Whether something looks on that must see an operator: a compiler, a dispatch mode, a subclass."""
+    """True if a compiler, a dispatch mode or a subclass must see an operator."""
     return type(x) is not Tensor or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def is_traced() -> bool:
-    """Whether operations are recorded, or done without values, and not just watched."""
+    """True if operations are recorded, or run without values; False if they are only watched."""
     if torch._C._len_torch_dispatch_stack() == 0:
         return False
     tracers = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
@@ -174,17 +175,17 @@ def is_traced() -> bool:
 
 
 def _encode(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """No clamp: no product rounds to more than the largest code."""
+    """The codes of FP32 values; no clamp is needed, as no product rounds to more than the largest code."""
     return (x.float() * (1.0 / scale)).to(dtype)
 
 
 def absmax_of(x: Tensor) -> Tensor:
-    """By rows first: so compilers measure where they compute the rows."""
+    """The largest magnitude, FP32 of shape (1,); by rows first, so that compilers fuse it with computing the rows."""
     return x.abs().amax(1).amax(0, keepdim=True).float()
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
-    """As :func:`absmax_of`, where nothing is fused: in one pass."""
+    """:func:`absmax_of` in one pass, for code that is not compiled."""
     largest: Tensor = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
     return largest.view(1)
 
@@ -206,7 +207,7 @@ def _cast_delayed(x: Tensor, history: Tensor, dtype: torch.dtype) -> tuple[Tenso
 
 
 def delayed_scale(magnitudes: Tensor, dtype: torch.dtype) -> Tensor:
-    """For the next values, where these are the largest magnitudes of earlier ones; 1 where they are all 0."""
+    """The scale for the next values, from the largest magnitudes of earlier ones; 1 if they are all 0."""
     seen = magnitudes.amax(0, keepdim=True)
     return torch.where(seen > 0, elements.scale_for(seen, LARGEST[dtype]), 1.0)
 
@@ -222,7 +223,7 @@ def _block_scales(absmax: Tensor, dtype: torch.dtype, power_of_two: bool) -> Ten
 
 
 def _cast_blocks(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """The scales transposed."""
+    """(codes, scales transposed) with a scale for each block of a row."""
     blocks = x.view(x.shape[0], -1, BLOCK)
     scale = _block_scales(blocks.abs().amax(2).float(), dtype, power_of_two)
     return _encode(blocks, scale[:, :, None], dtype).view(x.shape), scale.t().contiguous()
@@ -281,12 +282,12 @@ def engine_for(x: Tensor, *dtypes: torch.dtype) -> Engine | None:
 
 
 def is_aligned(x: Tensor) -> bool:
-    """As engines read it, which a part of a larger buffer may not be."""
+    """True if the address is aligned for engines; a part of a larger buffer may not be."""
     return x.data_ptr() % _MULTIPLE == 0
 
 
 def _matrix(x: Tensor) -> dict[str, Any]:
-    """As engines take it, and where they run."""
+    """Arguments of an engine that describe a matrix, and its device."""
     m, n = x.shape
     return {"values": x.data_ptr(), "rows": m, "columns": n, "half": x.dtype == torch.float16, **run_on(x.device)}
 

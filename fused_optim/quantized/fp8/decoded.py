@@ -16,7 +16,7 @@ from fused_optim.quantized.tensor import QuantizedTensor, decoded
 
 
 def decoded_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``torch.nn.functional.linear``, also for what is no quantized weight."""
+    """``torch.nn.functional.linear`` for any weight; a quantized one is decoded first."""
     if not isinstance(weight, QuantizedTensor) or not _are_known(x, weight):
         return nn.functional.linear(x, weight, bias)
     if not torch.is_grad_enabled():
@@ -25,7 +25,7 @@ def decoded_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _are_known(x: Tensor, weight: QuantizedTensor) -> bool:
-    """Compilers and torch.jit.trace see torch's operations; other classes of activations make of these what they do."""
+    """True for plain activations and a matrix, outside of tracing: compilers need torch's own operations."""
     is_plain = type(x) in (Tensor, nn.Parameter) and x.numel() > 0
     is_watched = casts.is_traced() or torch.jit.is_tracing()
     return is_plain and weight.dim() == 2 and not weight.is_rearranged and not is_watched

@@ -20,14 +20,15 @@ HISTORY = 16  # passes
 
 
 class Histories(NamedTuple):
-    """Of a layer: shape ``(17,)`` each; changed by each pass. ``begins``: what they hold means nothing yet.
+    """The amax histories of a layer, FP32 of shape ``(17,)`` each: the next scale, then 16 magnitudes.
 
-    ``layer``: where to note that they have begun, if anywhere.
+    Each pass changes them. ``is_first_pass``: their contents mean nothing yet. ``layer``: the layer whose
+    ``is_first_pass`` a backward pass clears.
     """
 
     activations: Tensor
     gradients: Tensor
-    begins: bool
+    is_first_pass: bool
     layer: nn.Module | None = None
 
 
@@ -38,7 +39,7 @@ def cast_both(
     rows: bool,
     columns: bool,
     history: Tensor | None = None,
-    begins: bool = False,
+    is_first_pass: bool = False,
     tiles: bool = False,
 ) -> tuple[Codes | None, Codes | None]:
     """:func:`~fused_optim.quantized.fp8.casts.cast_both` as a format wants it, with a delayed scale if any."""
@@ -47,7 +48,7 @@ def cast_both(
         return casts.cast_both(x, dtype, format.scaling, format.power_of_two, rows, columns, tiles)
     if not rows and not columns:
         return None, None
-    if begins:
+    if is_first_pass:
         absmax = casts.absmax_of(x)
         known = torch.where(absmax.isfinite(), absmax, 0.0)
         history.copy_(torch.cat([casts.delayed_scale(known, dtype), known, history.new_zeros(HISTORY - 1)]))

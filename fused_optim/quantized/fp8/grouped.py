@@ -25,7 +25,7 @@ from fused_optim.quantized.fp8.autograd import as_autocast_wants, check_backward
 from fused_optim.quantized.fp8.casts import Codes
 from fused_optim.quantized.fp8.kept import KeptWeight, quantized
 from fused_optim.quantized.fp8.linear import format_of, gradients_of, output_of
-from fused_optim.quantized.fp8.measured import Instead
+from fused_optim.quantized.fp8.measured import Baseline
 from fused_optim.quantized.fp8.products import NONE, Fp8Mask, Product
 from fused_optim.quantized.recipes import Recipe
 from fused_optim.quantized.tensor import QuantizedTensor, decoded
@@ -59,7 +59,7 @@ class GroupedLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As ``nn.Linear`` begins, expert by expert."""
+        """Initialise the weight as ``nn.Linear`` does, expert by expert."""
         bound = 1.0 / math.sqrt(self.weight.shape[2])
         nn.init.uniform_(self.weight, -bound, bound)
 
@@ -88,8 +88,8 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, multiple_of: i
     x, weight, _ = as_autocast_wants(x, weight, None)
     may = weight.dtype == torch.bfloat16 and not is_transformed()  # torch has no grouped products in FP8 with others
     if may and isinstance(weight, QuantizedTensor | KeptWeight) and products.fits(x, weight):
-        instead: Instead = "BF16" if isinstance(weight, KeptWeight) else "decoded"
-        way, in_fp8 = _way(weight.recipe, weight.device, x.shape[0], tuple(weight.shape), instead)
+        baseline: Baseline = "BF16" if isinstance(weight, KeptWeight) else "decoded"
+        way, in_fp8 = _way(weight.recipe, weight.device, x.shape[0], tuple(weight.shape), baseline)
         if isinstance(weight, KeptWeight) and (way == "grouped" or (way and _may_wait(x))):
             weight = quantized(weight)
         if way == "grouped":
@@ -106,7 +106,7 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, multiple_of: i
 
 
 def _may_wait(x: Tensor) -> bool:
-    """Whether the host can learn what a GPU has computed."""
+    """True if the host can read results of the GPU now: not while tracing or capturing."""
     return not torch.compiler.is_compiling() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
@@ -114,11 +114,11 @@ def _may_wait(x: Tensor) -> bool:
 
 
 def _way(
-    recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...], instead: Instead
+    recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...], baseline: Baseline
 ) -> tuple[str | None, Fp8Mask]:
-    """How experts multiply in FP8, if at all, and which products, where all experts have about as many rows."""
+    """("grouped", "one by one" or None, the products in FP8) of experts that all have about as many rows."""
     rows -= rows % (weight[0] * casts.BLOCK)  # numbers that suit no product are those of single experts
-    reasons = [unsupported_reason(each, recipe, device, weight, rows, instead) for each in products.PRODUCTS]
+    reasons = [unsupported_reason(product, recipe, device, weight, rows, baseline) for product in products.PRODUCTS]
     in_fp8 = Fp8Mask(*(reason is None for reason in reasons))
     if not in_fp8.output:
         return None, NONE
@@ -131,7 +131,7 @@ def unsupported_reason(
     device: torch.device,
     weight: tuple[int, ...],
     rows: int | None = None,
-    instead: Instead = "decoded",
+    baseline: Baseline = "decoded",
 ) -> str | None:
     """Why a product with experts' weights of this shape does not run in FP8, or None.
 
@@ -143,24 +143,24 @@ def unsupported_reason(
     _, columns = recipe.for_shape(weight[1:]).block_shape
     if weight[2] % columns:  # blocks go on in the next row
         return f"in_features = {weight[2]} is no multiple of {columns}"
-    each = _MANY if rows is None else rows // weight[0]
+    rows_each = _MANY if rows is None else rows // weight[0]
     suits_all = rows is None or _is_grouped(recipe, device)
-    why = products.unsupported_reason(product, recipe, casts.BLOCK if suits_all else each, weight[1:])
+    why = products.unsupported_reason(product, recipe, casts.BLOCK if suits_all else rows_each, weight[1:])
     why = why or products.device_unsupported_reason(device, format)
     if why is not None or not format.measured:
         return why
-    return _slower_reason(product, recipe, device, each, weight[1:], instead)
+    return _slower_reason(product, recipe, device, rows_each, weight[1:], baseline)
 
 
 _MANY = 1 << 62  # rows: more than any measured number
 
 
 def _slower_reason(
-    product: Product, recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...], instead: Instead
+    product: Product, recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...], baseline: Baseline
 ) -> str | None:
-    """Grouped products of weight gradients gain at larger sizes than the others."""
-    kind = _kind(recipe, instead == "BF16")
-    why = measured.slower_reason(kind, device, rows, weight, "experts", instead)
+    """Why products would not save time, or None. Grouped weight gradients gain at larger sizes than the others."""
+    kind = _kind(recipe, baseline == "BF16")
+    why = measured.slower_reason(kind, device, rows, weight, "experts", baseline)
     if why is None and product == "weight gradient" and _is_grouped(recipe, device):
         return measured.slower_reason("tensor", device, rows, weight, "experts", _BF16_WEIGHT_GRADIENTS)
     return why
@@ -170,7 +170,7 @@ _BF16_WEIGHT_GRADIENTS = f"row{measured.BF16_WEIGHT_GRADIENTS}"  # of grouped pr
 
 
 def _kind(recipe: Recipe, keeps_weights: bool) -> str:
-    """What the table of experts calls such products, with as few in FP8 as gain first."""
+    """The table's name for products of experts, preferring kinds with few products in FP8."""
     assert recipe.products is not None
     if recipe.products.scaling not in ("tensor", "row"):
         return measured.kind_of(recipe.products, keeps_weights)
@@ -189,7 +189,7 @@ def gaining_sizes(recipe: Recipe, table: Path) -> tuple[measured.Size, ...]:
 
 
 def _is_grouped(recipe: Recipe, device: torch.device) -> bool:
-    """Whether torch has a grouped product of such codes."""
+    """True if torch has a grouped product of such codes."""
     if recipe.products is None or recipe.products.scaling not in ("tensor", "row"):
         return False
     return device.type == "cpu" or (
@@ -201,9 +201,9 @@ def _is_grouped(recipe: Recipe, device: torch.device) -> bool:
 
 
 class _Groups(NamedTuple):
-    """Groups of rows whose sizes are multiples of a number: where each row goes, where they end, how many that are.
+    """Groups of rows padded to multiples of a number: the ends of the groups, and where each row goes.
 
-    ``to``: None where rows stay where they are. Rows of no expert go to a last row, which is none of these.
+    ``to``: None if rows stay where they are. ``rows``: the number of padded rows; rows of no expert go after them.
     """
 
     ends: Tensor
@@ -211,7 +211,7 @@ class _Groups(NamedTuple):
     rows: int = 0
 
     def spread(self, x: Tensor) -> Tensor:
-        """With zeros in between."""
+        """The rows at their new places, with zeros in between."""
         if self.to is None:
             return x
         return x.new_zeros(self.rows + 1, x.shape[1]).index_copy_(0, self.to, x)[: self.rows]
@@ -237,7 +237,7 @@ class _Grouped(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         need_weight = ctx.needs_input_grad[1]
         ctx.in_fp8, ctx.groups, ctx.fast = in_fp8, None, format_of(weight).fast_gradients
-        kept: tuple[Tensor, ...] = ()
+        saved: tuple[Tensor, ...] = ()
         if need_weight:
             needed = products.ALIGNMENT if in_fp8.weight_gradient else 8
             fits = multiple_of % needed == 0 and x.shape[0] % needed == 0
@@ -245,8 +245,8 @@ class _Grouped(torch.autograd.Function):
         rows, columns = _cast_both(x, ctx.groups if in_fp8.weight_gradient else None, True)
         assert rows is not None
         if need_weight:
-            kept = (x,) if columns is None else (columns.data, columns.scale)
-        ctx.save_for_backward(weight, offsets, *kept)
+            saved = (x,) if columns is None else (columns.data, columns.scale)
+        ctx.save_for_backward(weight, offsets, *saved)
         return _product(rows, *_matrices(weight), offsets)
 
     @staticmethod
@@ -254,7 +254,7 @@ class _Grouped(torch.autograd.Function):
         if gradient is None:
             return (None,) * len(ctx.needs_input_grad)
         check_backward(gradient)
-        weight, offsets, *kept = ctx.saved_tensors
+        weight, offsets, *saved = ctx.saved_tensors
         need_x, need_weight, *_ = ctx.needs_input_grad
         gradient, groups = gradient.contiguous(), ctx.groups
         fp8_x = need_x and ctx.in_fp8.input_gradient and isinstance(weight, QuantizedTensor)  # as it was saved
@@ -266,10 +266,10 @@ class _Grouped(torch.autograd.Function):
         elif need_x:
             of_x = torch._grouped_mm(gradient, decoded(weight), offs=offsets)
         if columns is not None:
-            data, scale = kept
+            data, scale = saved
             of_weight = _weight_gradient(columns, Codes(data, scale, "row"), groups.ends, ctx.fast)
         elif need_weight:
-            of_weight = torch._grouped_mm(groups.spread(gradient).t(), groups.spread(kept[0]), offs=groups.ends)
+            of_weight = torch._grouped_mm(groups.spread(gradient).t(), groups.spread(saved[0]), offs=groups.ends)
         return of_x, of_weight, None, None, None
 
 
@@ -289,7 +289,7 @@ def _matrices(weight: QuantizedTensor) -> tuple[Tensor, Tensor]:
 
 
 def _transposed(weight: QuantizedTensor, after: Tensor) -> tuple[Tensor, Tensor]:
-    """As above, of the transposed matrices: views of the transpose of all rows."""
+    """:func:`_matrices` of the transposed matrices: views of the transpose of all rows."""
     codes = products.weight_codes(weight)
     experts, outputs, inputs = weight.shape
     rows = Codes(codes.data.view(experts * outputs, inputs), codes.scale, codes.scaling)
@@ -298,7 +298,7 @@ def _transposed(weight: QuantizedTensor, after: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _product(rows: Codes, matrices: Tensor, scale: Tensor, offsets: Tensor) -> Tensor:
-    """``rows[of e] @ matrices[e].t()``."""
+    """``rows @ matrices[e].t()`` for the rows of each expert e; BF16."""
     if rows.data.device.type == "cpu":
         return _emulated(rows, matrices, scale, offsets)
     experts, columns, _ = matrices.shape
@@ -382,17 +382,17 @@ class _OneByOne(torch.autograd.Function):
         need_weight = ctx.needs_input_grad[1]
         ends = offsets.tolist()
         ctx.parts = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-        ctx.in_fp8, ctx.kept, saved, outputs = [], [], [], []
+        ctx.in_fp8, ctx.transpose_scalings, saved, outputs = [], [], [], []
         for expert, part in zip(_experts(weight), ctx.parts, strict=True):
             in_fp8 = _products_of(expert, part)
-            out, kept = output_of(x[part], expert, None, in_fp8, None, need_weight)
+            out, saved_transpose = output_of(x[part], expert, None, in_fp8, None, need_weight)
             outputs.append(out)
             ctx.in_fp8.append(in_fp8)
-            ctx.kept.append(None if kept is None else kept.scaling)
-            saved += [] if kept is None else [kept.data, kept.scale]
+            ctx.transpose_scalings.append(None if saved_transpose is None else saved_transpose.scaling)
+            saved += [] if saved_transpose is None else [saved_transpose.data, saved_transpose.scale]
         outputs.append(x.new_zeros(x.shape[0] - ends[-1], weight.shape[1]))  # rows of no expert
         ctx.format = format_of(weight)
-        wants_x = need_weight and None in ctx.kept
+        wants_x = need_weight and None in ctx.transpose_scalings
         ctx.save_for_backward(weight, x if wants_x else None, *saved)
         return torch.cat(outputs)
 
@@ -407,12 +407,14 @@ class _OneByOne(torch.autograd.Function):
         all_of_x: list[Tensor] = []
         all_of_weight: list[Tensor] = []
         experts = _experts(weight) if isinstance(weight, QuantizedTensor) else weight.unbind()
-        for expert, part, in_fp8, scaling in zip(experts, ctx.parts, ctx.in_fp8, ctx.kept, strict=True):
-            kept = None if scaling is None else Codes(next(rest), next(rest), scaling)
-            rows = x[part] if kept is None and need_weight else None
-            found = gradients_of(gradient[part].contiguous(), expert, kept, rows, need_x, in_fp8, None, ctx.format)
-            for each, of_all in zip(found, (all_of_x, all_of_weight), strict=True):
-                of_all += [] if each is None else [each]
+        for expert, part, in_fp8, scaling in zip(experts, ctx.parts, ctx.in_fp8, ctx.transpose_scalings, strict=True):
+            saved_transpose = None if scaling is None else Codes(next(rest), next(rest), scaling)
+            rows = x[part] if saved_transpose is None and need_weight else None
+            of_expert = gradients_of(
+                gradient[part].contiguous(), expert, saved_transpose, rows, need_x, in_fp8, None, ctx.format
+            )
+            for gradient_part, of_all in zip(of_expert, (all_of_x, all_of_weight), strict=True):
+                of_all += [] if gradient_part is None else [gradient_part]
         if need_x:
             all_of_x.append(gradient.new_zeros(gradient.shape[0] - ctx.parts[-1].stop, weight.shape[2]))
         return torch.cat(all_of_x) if need_x else None, torch.stack(all_of_weight) if need_weight else None, None

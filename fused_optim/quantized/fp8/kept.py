@@ -37,7 +37,7 @@ _MAKES_WEIGHTS = {
 
 
 class KeptWeight(Tensor):
-    """``plain``, which is quantized by ``recipe`` where it is used.
+    """A plain tensor, ``plain``, that is quantized by ``recipe`` where it is used.
 
     ``padded_rows``: of the tensor whose first rows these are: FSDP2 pads shards so.
     """
@@ -132,7 +132,7 @@ class KeptWeight(Tensor):
 
     @classmethod
     def __metadata_guard__(cls, compiled: tuple[Recipe, int], other: tuple[Recipe, int]) -> bool:
-        """How recipes compute matters, though they compare equal."""
+        """True if a compiled graph fits. Recipes are compared by ``repr``: equal ones may compute in other ways."""
         (recipe, padded_rows), (other_recipe, other_padded_rows) = compiled, other
         return padded_rows == other_padded_rows and (recipe is other_recipe or repr(recipe) == repr(other_recipe))
 
@@ -150,14 +150,14 @@ class KeptWeight(Tensor):
         if func in _MAKES_WEIGHTS and isinstance(args[0], KeptWeight):
             return return_and_correct_aliasing(func, args, kwargs, _weights(func, args, out))
         if func._schema.is_mutable:  # what it has written into is what it returns
-            given = {id(each.plain): each for each in (*args, *kwargs.values()) if isinstance(each, KeptWeight)}
+            given = {id(weight.plain): weight for weight in (*args, *kwargs.values()) if isinstance(weight, KeptWeight)}
             return given.get(id(out), out)
         return out
 
     # --- FSDP2 ----------------------------------------------------------------------------------------------------
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], all_gather.Gathered | None]:
-        """FSDP2's hook: what is gathered of this shard."""
+        """FSDP2's hook: the tensors to gather of this shard."""
         shape, ranks = (self.padded_rows, *self.shape[1:]), mesh.size()
         if ranks > 1 and self.padded_rows % self.recipe.block_rows:
             rows = all_gather.padded_rows(self.plain.view(as_matrix(tuple(self.shape))), self.padded_rows)
@@ -229,7 +229,7 @@ def quantized_parts(values: Tensor, recipe: Recipe, group: dist.ProcessGroup | N
 
 
 def _parts_of_one_scale(values: Tensor, group: dist.ProcessGroup | None) -> Components:
-    """From BF16, without a copy in FP32."""
+    """:func:`quantized_parts` of BF16 values with one scale, without a copy in FP32."""
     matrix = values.reshape(-1, values.shape[-1])
     none = matrix.numel() == 0
     absmax = matrix.new_zeros(1, dtype=torch.float32) if none else casts.largest_magnitude(matrix)
@@ -261,26 +261,26 @@ def quantized(weight: KeptWeight) -> QuantizedTensor:
 
 
 def kept_weight(tensor: Tensor | None) -> KeptWeight | None:
-    """What this rank holds of a parameter, if it is such a weight."""
+    """This rank's local tensor of a parameter if it is a KeptWeight, else None."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local if isinstance(local, KeptWeight) else None
 
 
 def kept_like(values: Tensor, recipe: Recipe) -> Tensor:
-    """A plain tensor, perhaps a DTensor, as one of such weights, in the same memory."""
+    """A plain tensor, perhaps a DTensor, as a kept weight in the same memory."""
     local = local_tensor(values)
     plain = local.dequantize() if isinstance(local, QuantizedTensor) else dense(local)
     return rewrap_like(KeptWeight(plain, recipe), values)
 
 
 def plain_values(tensor: Tensor) -> Tensor:
-    """Of such a weight the plain one, detached; others as they are."""
+    """The plain tensor of a kept weight, detached; other tensors as they are."""
     kept = kept_weight(tensor)
     return tensor if kept is None else rewrap_like(kept.plain.detach(), tensor)
 
 
 def keep_assigned(module: nn.Module) -> None:
-    """What is assigned from state dicts to weights of a module that are kept becomes such weights again."""
+    """Let ``load_state_dict(assign=True)`` make kept weights of a module's parameters that were kept weights."""
     module.register_load_state_dict_pre_hook(_keep_assigned)
 
 

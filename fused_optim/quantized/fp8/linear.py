@@ -27,7 +27,7 @@ from fused_optim.quantized.fp8.casts import Codes
 from fused_optim.quantized.fp8.decoded import decoded_linear
 from fused_optim.quantized.fp8.delayed import HISTORY, Histories, cast_both
 from fused_optim.quantized.fp8.kept import KeptWeight, kept_weight, quantized
-from fused_optim.quantized.fp8.measured import Instead
+from fused_optim.quantized.fp8.measured import Baseline
 from fused_optim.quantized.fp8.products import Fp8Mask
 from fused_optim.quantized.recipes import ProductFormat
 from fused_optim.quantized.tensor import Args, Kwargs, QuantizedTensor, decoded, implements
@@ -44,16 +44,16 @@ class QuantizedLinear(nn.Linear):
     activation_history: Tensor
     gradient_history: Tensor
     delays = False  # whether it has them
-    begins = True  # until a backward pass has filled them; compiled, until a forward pass has been traced
+    is_first_pass = True  # until a backward pass has filled them; compiled, until a forward pass has been traced
 
     def forward(self, input: Tensor) -> Tensor:
         compiles = torch.compiler.is_compiling()
         histories: tuple[Any, ...] = ()
         if self.delays and self.training and torch.is_grad_enabled():
-            histories = self.activation_history, self.gradient_history, self.begins
+            histories = self.activation_history, self.gradient_history, self.is_first_pass
             if compiles:
-                self.begins = False
-            elif self.begins:
+                self.is_first_pass = False
+            elif self.is_first_pass:
                 histories = *histories, self
         if compiles:
             out: Tensor = torch.ops.fused_optim.linear(input, self.weight, self.bias, *histories)
@@ -66,7 +66,7 @@ class QuantizedLinear(nn.Linear):
         self.delays = True
 
     def _begin(self) -> None:
-        self.begins = True
+        self.is_first_pass = True
         if self.delays:
             self.activation_history.zero_()
             self.gradient_history.zero_()
@@ -105,7 +105,7 @@ def revert(module: nn.Module) -> None:
         return
     if module.delays:
         del module.activation_history, module.gradient_history
-    for name in ("delays", "begins"):
+    for name in ("delays", "is_first_pass"):
         vars(module).pop(name, None)
     module.__class__ = nn.Linear  # type: ignore[assignment]
     if "_old_forward" in vars(module):
@@ -118,17 +118,19 @@ def linear(
     bias: Tensor | None = None,
     activations: Tensor | None = None,
     gradients: Tensor | None = None,
-    begins: bool = False,
+    is_first_pass: bool = False,
     layer: QuantizedLinear | None = None,
 ) -> Tensor:
     """``torch.nn.functional.linear``, with the products in FP8 that the weight's recipe wants and that can run.
 
-    ``activations``, ``gradients``, ``begins``: :class:`Histories` of delayed scales. ``layer``: whose they are, if a
-    backward pass is to tell it that it has begun. Within torch.func the weight is decoded.
+    ``activations``, ``gradients``, ``is_first_pass``: :class:`Histories` of delayed scales. ``layer``: their owner, if
+    a backward pass should clear its ``is_first_pass``. Within torch.func the weight is decoded.
     """
     if is_transformed():
         return nn.functional.linear(x, decoded_for_transform(weight), bias)
-    histories = None if activations is None or gradients is None else Histories(activations, gradients, begins, layer)
+    histories = (
+        None if activations is None or gradients is None else Histories(activations, gradients, is_first_pass, layer)
+    )
     if isinstance(weight, DTensor):
         return _linear_of_shards(x, weight, bias, histories)
     if not isinstance(weight, QuantizedTensor | KeptWeight) or isinstance(x, DTensor):
@@ -149,7 +151,7 @@ def linear(
 
 casts.LIBRARY.define(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!)? activations=None, Tensor(b!)? gradients=None, "
-    "bool begins=False) -> Tensor",
+    "bool is_first_pass=False) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 casts.LIBRARY.impl("linear", linear, "CompositeImplicitAutograd")
@@ -157,18 +159,18 @@ casts.LIBRARY.impl("linear", linear, "CompositeImplicitAutograd")
 
 @implements(torch.ops.fused_optim.linear.default)
 def _dispatched(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """Without autograd, torch asks the tensor first."""
+    """The operator without autograd, where torch asks the tensor first."""
     return linear(*args, **kwargs)
 
 
 def _products_in_fp8(x: Tensor, weight: QuantizedTensor | KeptWeight, bias: Tensor | None) -> Fp8Mask | None:
-    """None where torch does it all."""
+    """The products to run in FP8; None if torch does all of them."""
     if (isinstance(weight, QuantizedTensor) and weight.is_rearranged) or not products.fits(x, weight):
         return None
     if x.shape[-1] != weight.shape[-1] or (bias is not None and bias.dtype != x.dtype):
         return None
     rows, shape = x.numel() // x.shape[-1], weight.shape
-    in_fp8 = products.products_in_fp8(weight.recipe, weight.device, rows, shape, instead_of(weight))
+    in_fp8 = products.products_in_fp8(weight.recipe, weight.device, rows, shape, baseline_of(weight))
     return in_fp8 if any(in_fp8) else None
 
 
@@ -180,43 +182,48 @@ def output_of(
     histories: Histories | None,
     keep: bool,
 ) -> tuple[Tensor, Codes | None]:
-    """The output, a matrix, and what weight gradients in FP8 will take of ``x``: the codes of its transpose.
+    """The output, a matrix, and the codes of ``x`` transposed, for weight gradients in FP8.
 
     Both are cast at once: a transpose of the codes, later on, would read them and write as much.
     """
     format = format_of(weight)
     keep = keep and in_fp8.weight_gradient
-    history, begins = (None, False) if histories is None else (histories.activations, histories.begins)
+    history, is_first_pass = (None, False) if histories is None else (histories.activations, histories.is_first_pass)
     rows, tiles = casts.matrix_of(x), format.activation_tiles
-    codes, kept = cast_both(rows, torch.float8_e4m3fn, format, in_fp8.output, keep, history, begins, tiles)
+    codes, saved_transpose = cast_both(
+        rows, torch.float8_e4m3fn, format, in_fp8.output, keep, history, is_first_pass, tiles
+    )
     if codes is None:
-        return nn.functional.linear(rows, weight.dequantize(), bias), kept
-    return products.output(codes, weight, bias), kept
+        return nn.functional.linear(rows, weight.dequantize(), bias), saved_transpose
+    return products.output(codes, weight, bias), saved_transpose
 
 
 def gradients_of(
     gradient: Tensor,
     weight: Tensor,
-    kept: Codes | None,
+    saved_transpose: Codes | None,
     x: Tensor | None,
     need_x: bool,
     in_fp8: Fp8Mask,
     histories: Histories | None,
     format: ProductFormat,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Those of activations and weight; the latter of what :func:`output_of` has ``kept``, or of ``x``, if of any."""
-    fp8_x, fp8_weight = need_x and in_fp8.input_gradient, kept is not None
+    """(gradient of activations, gradient of the weight), each None if not wanted.
+
+    The latter is from ``saved_transpose`` of :func:`output_of`, or else from ``x``.
+    """
+    fp8_x, fp8_weight = need_x and in_fp8.input_gradient, saved_transpose is not None
     rows, columns = None, None
     if fp8_x or fp8_weight:
-        _, history, begins, layer = histories or (None, None, False, None)
-        rows, columns = cast_both(gradient, format.gradients, format, fp8_x, fp8_weight, history, begins)
+        _, history, is_first_pass, layer = histories or (None, None, False, None)
+        rows, columns = cast_both(gradient, format.gradients, format, fp8_x, fp8_weight, history, is_first_pass)
         if isinstance(layer, QuantizedLinear):
-            layer.begins = False
+            layer.is_first_pass = False
     of_x = of_weight = None
     if need_x:
         of_x = gradient @ decoded(weight) if rows is None else products.input_gradient(rows, weight, format)
-    if kept is not None and columns is not None:
-        of_weight = products.weight_gradient(columns, kept, weight, format)
+    if saved_transpose is not None and columns is not None:
+        of_weight = products.weight_gradient(columns, saved_transpose, weight, format)
     elif x is not None:
         of_weight = gradient.t() @ x
     return of_x, of_weight
@@ -240,10 +247,21 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         need_x, need_weight, *_ = ctx.needs_input_grad
-        out, kept = output_of(x, weight, bias, in_fp8, histories, need_weight)
-        ctx.in_fp8, ctx.shape, ctx.kept, ctx.histories = in_fp8, x.shape, kept is not None, histories
+        out, saved_transpose = output_of(x, weight, bias, in_fp8, histories, need_weight)
+        ctx.in_fp8, ctx.shape, ctx.saves_transpose, ctx.histories = (
+            in_fp8,
+            x.shape,
+            saved_transpose is not None,
+            histories,
+        )
         ctx.format = format_of(weight)
-        activations = () if not need_weight else (casts.matrix_of(x),) if kept is None else (kept.data, kept.scale)
+        activations = (
+            ()
+            if not need_weight
+            else (casts.matrix_of(x),)
+            if saved_transpose is None
+            else (saved_transpose.data, saved_transpose.scale)
+        )
         ctx.save_for_backward(weight if need_x or need_weight else None, *activations)
         return casts.shaped(out, (*x.shape[:-1], out.shape[1]))
 
@@ -255,15 +273,17 @@ class _Linear(torch.autograd.Function):
         need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
         weight, *activations = ctx.saved_tensors
         gradient = casts.matrix_of(gradient).contiguous()
-        kept, x = None, None
-        if need_weight and ctx.kept:
+        saved_transpose, x = None, None
+        if need_weight and ctx.saves_transpose:
             data, scale = activations
-            kept = Codes(data, scale, ctx.format.kept)
+            saved_transpose = Codes(data, scale, ctx.format.transpose_scaling)
         elif need_weight:
             (x,) = activations
         of_x = of_weight = None
         if need_x or need_weight:  # else the bias alone is trained, of a first layer
-            of_x, of_weight = gradients_of(gradient, weight, kept, x, need_x, ctx.in_fp8, ctx.histories, ctx.format)
+            of_x, of_weight = gradients_of(
+                gradient, weight, saved_transpose, x, need_x, ctx.in_fp8, ctx.histories, ctx.format
+            )
         of_x = None if of_x is None else casts.shaped(of_x, ctx.shape)
         return of_x, of_weight, gradient.sum(0) if need_bias else None, None, None
 
@@ -272,7 +292,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _linear_of_shards(x: Tensor, weight: DTensor, bias: Tensor | None, histories: Histories | None) -> Tensor:
-    """Each rank multiplies what it holds, where the placements are those of tensor parallelism; else torch does it."""
+    """:func:`linear` of the local shards if placements are those of tensor parallelism; else torch's."""
     local = weight._local_tensor
     known = isinstance(local, QuantizedTensor | KeptWeight)
     matches = isinstance(x, DTensor) and known and x.device_mesh == weight.device_mesh
@@ -295,17 +315,17 @@ def _linear_of_shards(x: Tensor, weight: DTensor, bias: Tensor | None, histories
 
 
 def _may_run(local: Tensor, x: DTensor, weight: DTensor) -> bool:
-    """Whether products of the largest shards run in FP8 as far as times were measured: on all ranks alike."""
+    """True if products of the largest shards gain in FP8 by the measured times; the same on all ranks."""
     assert isinstance(local, QuantizedTensor | KeptWeight)
-    format, instead = local.recipe.products, instead_of(local)
+    format, baseline = local.recipe.products, baseline_of(local)
     if format is None or not format.measured:
         return format is not None
     *rows, inputs = _largest_shard(x)
     shape = _largest_shard(weight)
-    return products.slower_reason(format, local.device, math.prod(rows), (shape[0], inputs), instead) is None
+    return products.slower_reason(format, local.device, math.prod(rows), (shape[0], inputs), baseline) is None
 
 
-def instead_of(weight: QuantizedTensor | KeptWeight) -> Instead:
+def baseline_of(weight: QuantizedTensor | KeptWeight) -> Baseline:
     return "BF16" if isinstance(weight, KeptWeight) else "decoded"
 
 
@@ -318,7 +338,10 @@ def _largest_shard(tensor: DTensor) -> tuple[int, ...]:
 
 
 def _local_bias(bias: DTensor, of_out: Sequence[Placement], last: int) -> Tensor:
-    """Of outputs that are summed over ranks, only the first one adds it; its gradient is the same on all."""
+    """The local bias.
+
+    If outputs are summed over ranks, only the first rank adds it; its gradient is the same on all.
+    """
     gradients = [
         Replicate() if not isinstance(place, Shard) else Shard(0) if place.dim == last else Partial()
         for place in of_out
@@ -331,7 +354,7 @@ def _local_bias(bias: DTensor, of_out: Sequence[Placement], last: int) -> Tensor
 
 
 def _layout(x: Placement, weight: Placement, last: int) -> tuple[Placement, Placement, Placement] | None:
-    """Placements of the output and of both gradients along a mesh dim; None where that is another case."""
+    """(output, gradient of x, gradient of weight): placements along a mesh dim; None for other cases."""
     if type(weight) is Shard and weight.dim == 0 and x.is_replicate():
         return Shard(last), Partial(), Shard(0)
     if type(weight) is Shard and weight.dim == 1 and type(x) is Shard and x.dim == last:

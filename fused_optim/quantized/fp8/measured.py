@@ -1,12 +1,11 @@
-"""At which sizes products in FP8 take less time than others: as was measured, in ``measured_sizes.json``.
+"""Sizes at which products in FP8 take less time than others, as measured in ``measured_sizes.json``.
 
-What is larger than a measured size that gains, in rows, inputs and outputs, or equal, gains too, since casts grow less
-than products. So does a layer with inputs and outputs exchanged, whose forward product is the other's gradient of its
-input. Nothing is known of sizes that no measured one is smaller than, nor of GPUs of other compute
-capabilities.
+A size gains if it is at least as large in rows, inputs and outputs as a measured one that gains, since casts grow less
+than products. Inputs and outputs may be exchanged: a layer's forward product is the other's input gradient. Nothing is
+known of sizes below all measured ones, nor of GPUs of other compute capabilities.
 
-Times of linear layers are the GPU's. Where they are shorter than the host's, the host limits a step, and products in
-FP8 take it longer than others: ``compute="auto"`` leaves those to BF16 (:data:`HOST_MS`).
+Times of linear layers are the GPU's. With shorter ones the CPU limits a step, and FP8 layers need more CPU time to
+launch: ``compute="auto"`` leaves those to BF16 (:data:`HOST_MS`).
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ CAPABILITY = (9, 0)  # of the GPU that it was measured on
 HOST_MS = 0.5
 
 Part = Literal["sizes", "experts"]  # of the table: linear layers, and those of experts with so many rows each
-Instead = Literal["BF16", "decoded"]  # products with plain weights, and with quantized ones that are decoded
+Baseline = Literal["BF16", "decoded"]  # products with plain weights, and with quantized ones that are decoded
 BF16_WEIGHT_GRADIENTS, WEIGHTS_KEPT = ", weight gradients in BF16", ", weights kept"  # at the end of kinds
 
 
 class Size(NamedTuple):
-    """Of a linear layer and its activations."""
+    """The size of a linear layer's product: rows of activations, inputs, outputs."""
 
     rows: int
     inputs: int
@@ -40,31 +39,31 @@ class Size(NamedTuple):
 
 
 def kind_of(format: ProductFormat, keeps_weights: bool = False) -> str:
-    """What tables call such products. ``keeps_weights``: the weight is quantized for each."""
+    """The tables' name for such products. ``keeps_weights``: the weight is quantized for each product."""
     kind = format.scaling + ("" if format.weight_gradients else BF16_WEIGHT_GRADIENTS)
     return f"{kind}{WEIGHTS_KEPT}" if keeps_weights else kind
 
 
 @functools.cache
 def gaining_sizes(
-    kind: str, instead: str, part: Part = "sizes", table: Path = TABLE, least_ms: float = 0.0
+    kind: str, baseline: str, part: Part = "sizes", table: Path = TABLE, least_ms: float = 0.0
 ) -> tuple[Size, ...]:
-    """The measured sizes at which products of a kind took less time than those of another, forward and backward.
+    """The measured sizes at which products of a kind took less time than the baseline, forward and backward.
 
-    ``least_ms``: only where the others took as long.
+    ``least_ms``: only sizes at which the baseline took at least as long.
 
-    Raises KeyError where the table has no times of them.
+    Raises KeyError if the table has no times of this kind.
     """
     rows = json.loads(table.read_text()).get(part, [])
     timed = [(row, time) for row in rows if (time := _time(row, kind)) is not None]
     if not timed:
         raise KeyError(kind)
-    gained = [row for row, time in timed if instead in row and time < row[instead] and row[instead] >= least_ms]
+    gained = [row for row, time in timed if baseline in row and time < row[baseline] and row[baseline] >= least_ms]
     return tuple(Size(row["rows"], row["inputs"], row["outputs"]) for row in gained)
 
 
 def _time(row: Mapping[str, float], kind: str) -> float | None:
-    """In ms. Scales by rows are those of activations: to keep a weight takes as much more time as with one scale."""
+    """The time in ms. For scales by rows of activations, keeping a weight adds as much time as with one scale."""
     gathered, one_scale = kind.removesuffix(WEIGHTS_KEPT), f"tensor{WEIGHTS_KEPT}"
     if kind not in row and kind.startswith("row") and {gathered, one_scale, "tensor"} <= row.keys():
         return row[gathered] + row[one_scale] - row["tensor"]
@@ -81,12 +80,12 @@ def _is_within(known: Size, inputs: int, outputs: int) -> bool:
 
 
 @functools.cache
-def least_rows(kind: str, weight: tuple[int, ...], part: Part, instead: str) -> int | None:
-    """From how many rows on products with such a weight gain, by the package's table; None: at no known number."""
+def least_rows(kind: str, weight: tuple[int, ...], part: Part, baseline: str) -> int | None:
+    """The least rows at which products with such a weight gain, by the package's table; None if at no known number."""
     outputs, inputs = weight
     try:
         # Experts were measured with the host's time.
-        known = gaining_sizes(kind, instead, part, least_ms=HOST_MS if part == "sizes" else 0.0)
+        known = gaining_sizes(kind, baseline, part, least_ms=HOST_MS if part == "sizes" else 0.0)
     except KeyError:
         return None
     return min((size.rows for size in known if _is_within(size, inputs, outputs)), default=None)
@@ -102,18 +101,18 @@ def _is_measured(kind: str, part: Part) -> bool:
 
 
 def slower_reason(
-    kind: str, device: torch.device, rows: int, weight: tuple[int, ...], part: Part, instead: str
+    kind: str, device: torch.device, rows: int, weight: tuple[int, ...], part: Part, baseline: str
 ) -> str | None:
-    """Why products that are to be in FP8 only where that saves time are not, or None."""
+    """Why FP8 products with ``compute="auto"`` would not save time, or None."""
     ask = 'compute="fp8" asks for them all the same'
     if device.type == "cpu":
         return f"CPUs have no FP8 products: {ask}, in FP32"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) != CAPABILITY:
         return f"FP8 products were not measured on GPUs like this one: {ask}"
-    least = least_rows(kind, weight, part, instead)
+    least = least_rows(kind, weight, part, baseline)
     if least is None and not _is_measured(kind, part):
         return f"FP8 products were not measured with {kind}: {ask}"
     if least is None:
         return f"FP8 products of this size were not measured to save time: {ask}"
-    each = " of each expert" if part == "experts" else ""
-    return None if rows >= least else f"FP8 products of this size save time from {least} rows{each} on: {ask}"
+    of_each = " of each expert" if part == "experts" else ""
+    return None if rows >= least else f"FP8 products of this size save time from {least} rows{of_each} on: {ask}"

@@ -1,7 +1,7 @@
-"""What ``mm`` and ``addmm`` do with quantized weights: products in FP8 where the recipe wants them and they can run.
+"""``mm`` and ``addmm`` with quantized weights: FP8 products if the recipe asks for them and they can run.
 
-This is how every use of a weight gets its forward product; ``QuantizedLinear`` (``linear.py``) has gradients in
-FP8, too. All else decodes.
+So every use of a weight gets its forward product; ``QuantizedLinear`` (``linear.py``) has gradients in FP8, too.
+Everything else decodes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _addmm(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _can_scale(x: Tensor, weight: Tensor) -> bool:
-    """Whether this is ``activations @ weight.t()`` with a weight whose recipe asks for FP8, outside of layers too."""
+    """True for ``activations @ weight.t()`` with a weight whose recipe asks for FP8 outside of layers, too."""
     if not isinstance(weight, QuantizedTensor) or not weight.is_transposed or not products.fits(x, weight):
         return False
     if weight.recipe.products is None or weight.recipe.products.measured:

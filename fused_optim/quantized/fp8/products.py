@@ -23,7 +23,7 @@ from torch.nn.functional import ScalingType, scaled_mm
 from fused_optim.quantized.fp8 import casts, measured, microscaling
 from fused_optim.quantized.fp8.casts import BLOCK, Codes
 from fused_optim.quantized.fp8.kept import KeptWeight
-from fused_optim.quantized.fp8.measured import Instead
+from fused_optim.quantized.fp8.measured import Baseline
 from fused_optim.quantized.recipes import ProductFormat, Recipe, Scaling
 from fused_optim.quantized.tensor import QuantizedTensor
 
@@ -36,10 +36,10 @@ _BLOCKS = {"block": ScalingType.BlockWise1x128, "tile": ScalingType.BlockWise128
 
 
 class Needs(NamedTuple):
-    """What products with scales of a kind need.
+    """Requirements of products with a kind of scales.
 
-    ``summed``: of the size that is summed over, a multiple; ``rows``: of the rows of activations. ``lowest``,
-    ``below``: the compute capabilities, which ``name`` and ``capability`` tell of.
+    ``summed``: a number that the summed size is a multiple of; ``rows``: that of rows of activations. ``lowest``,
+    ``below``: the compute capabilities (from, to before); ``name`` and ``capability`` name them in messages.
     """
 
     name: str = "FP8 products"
@@ -60,7 +60,7 @@ NEEDS: dict[Scaling, Needs] = {
 
 
 class Fp8Mask(NamedTuple):
-    """Which products run in FP8."""
+    """The products that run in FP8: True for each."""
 
     output: bool
     input_gradient: bool
@@ -144,42 +144,42 @@ def _unsupported_reason(product: Product, format: ProductFormat, rows: int, weig
 
 
 def products_in_fp8(
-    recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...], instead: Instead = "decoded"
+    recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...], baseline: Baseline = "decoded"
 ) -> Fp8Mask:
-    """``instead``: how the others are computed, which ``compute="auto"`` compares times with."""
+    """The products that run in FP8. ``baseline``: the alternative that ``compute="auto"`` compares times with."""
     if recipe.products is None:
         return NONE
     find = (
         _known_products_in_fp8 if type(rows) is int else _products_in_fp8
     )  # compilers have rows whose number is not known
-    return find(recipe.products, device, rows, weight, instead)
+    return find(recipe.products, device, rows, weight, baseline)
 
 
 def _products_in_fp8(
-    format: ProductFormat, device: torch.device, rows: int, weight: tuple[int, ...], instead: Instead
+    format: ProductFormat, device: torch.device, rows: int, weight: tuple[int, ...], baseline: Baseline
 ) -> Fp8Mask:
     if device_unsupported_reason(device, format) is not None or len(weight) != 2:
         return NONE
-    if slower_reason(format, device, rows, weight, instead) is not None:
+    if slower_reason(format, device, rows, weight, baseline) is not None:
         return NONE
     return Fp8Mask(*(_unsupported_reason(product, format, rows, weight) is None for product in PRODUCTS))
 
 
 def slower_reason(
-    format: ProductFormat, device: torch.device, rows: int, weight: tuple[int, ...], instead: Instead
+    format: ProductFormat, device: torch.device, rows: int, weight: tuple[int, ...], baseline: Baseline
 ) -> str | None:
-    """Why products that are to be in FP8 only where that saves time are not, or None."""
+    """Why FP8 products with ``compute="auto"`` would not save time, or None."""
     if not format.measured:
         return None
-    kind = measured.kind_of(format, instead == "BF16")
-    return measured.slower_reason(kind, device, rows, weight, "sizes", instead)
+    kind = measured.kind_of(format, baseline == "BF16")
+    return measured.slower_reason(kind, device, rows, weight, "sizes", baseline)
 
 
 _known_products_in_fp8 = functools.lru_cache(maxsize=4096)(_products_in_fp8)
 
 
 def fits(x: Tensor, weight: QuantizedTensor | KeptWeight) -> bool:
-    """Whether products of these tensors are considered at all. torch.jit.trace would not see what engines write."""
+    """True if FP8 products of these tensors are considered at all. torch.jit.trace would not see what engines write."""
     if isinstance(x, QuantizedTensor) or x.numel() == 0 or torch.jit.is_tracing():
         return False
     dtype, format = weight.dtype, weight.recipe.products
@@ -237,8 +237,10 @@ def _product_of_blocks(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
 
 
 def _scale_operand(codes: Codes) -> Tensor:
-    """As cuBLAS wants them: of blocks column by column, which copies by hooks of saved tensors need not be; of tiles
-    along the sum first, padded to multiples of four."""
+    """The scales as cuBLAS wants them: of blocks column by column, of tiles along the sum first.
+
+    Copies by hooks of saved tensors may have another order. Those of tiles are padded to multiples of four.
+    """
     if codes.scaling == "block":
         return codes.scale if codes.scale.stride(0) == 1 else codes.scale.t().contiguous().t()
     missing = -codes.scale.shape[1] % 4
@@ -275,7 +277,7 @@ def output(codes: Codes, weight: QuantizedTensor, bias: Tensor | None = None) ->
 
 
 def input_gradient(gradient: Codes, weight: Tensor, format: ProductFormat) -> Tensor:
-    """Of a plain weight, which hooks of saved tensors have made of it, in the weight's dtype."""
+    """``gradient @ weight`` in the weight's dtype; hooks of saved tensors may have made the weight plain."""
     if not isinstance(weight, QuantizedTensor):
         return gradient.values().to(weight.dtype) @ weight
     transposed = casts.transposed(weight_codes(weight), after=gradient.data)
@@ -283,5 +285,5 @@ def input_gradient(gradient: Codes, weight: Tensor, format: ProductFormat) -> Te
 
 
 def weight_gradient(gradient: Codes, activations: Codes, weight: Tensor, format: ProductFormat) -> Tensor:
-    """Of the transposes of both."""
+    """``gradient @ activations.t()`` in the weight's dtype, of the transposes of gradient and activations."""
     return product(gradient, activations, fast=format.fast_gradients, dtype=weight.dtype)

@@ -1,4 +1,4 @@
-"""Which products with a weight run in FP8, and why the others do not: from sizes, recipe and device alone."""
+"""Reasons why products with a weight do not run in FP8, from sizes, recipe and device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from fused_optim.quantized.fp8 import grouped, products
 from fused_optim.quantized.fp8.casts import BLOCK
 from fused_optim.quantized.fp8.kept import kept_weight
-from fused_optim.quantized.fp8.measured import Instead
+from fused_optim.quantized.fp8.measured import Baseline
 from fused_optim.quantized.fp8.products import PRODUCTS, Product
 from fused_optim.quantized.recipes import ProductFormat
 from fused_optim.quantized.tensor import QuantizedTensor, local_weight
@@ -20,7 +20,7 @@ MANY = 1 << 62  # rows: more than any measured number
 
 
 def unsupported_reasons(param: Tensor, rows: int | None = None) -> dict[str, str | None]:
-    """By product of a layer with this weight: why it does not run in FP8, None where it does. Empty if none is to.
+    """Why each product of a layer with this weight does not run in FP8, None if it does. Empty if none should.
 
     ``param`` may be a shard: FSDP2 gathers it, tensor parallelism does not. Weights of three dims are taken for those
     of experts (``grouped.py``). ``rows``: of activations; None: a number that suits all products.
@@ -32,45 +32,41 @@ def unsupported_reasons(param: Tensor, rows: int | None = None) -> dict[str, str
 
 def _of_quantized(param: Tensor, rows: int | None) -> dict[str, str | None]:
     local = local_weight(param)
-    if local.recipe.products is None:
+    format = local.recipe.products
+    if format is None:
         return {}
     shape, device = _shape_in_layers(param), _device_in_layers(param)
-    always = _unsupported_at_all(local, device) or products.device_unsupported_reason(device, local.recipe.products)
-    found: dict[str, str | None] = {}
+    always = _unsupported_at_all(local, device) or products.device_unsupported_reason(device, format)
+    reasons: dict[str, str | None] = {}
     for product in PRODUCTS:
         if len(shape) == 3:
             why = grouped.unsupported_reason(product, local.recipe, device, shape, rows)
         else:
             why = products.unsupported_reason(product, local.recipe, BLOCK if rows is None else rows, shape)
-            why = _unsupported_outside_layers(product, local) or why or _slower(local, device, rows, shape)
-        found[product] = always or why
-    return found
+            why = _unsupported_outside_layers(product, local) or why
+            why = why or products.slower_reason(format, device, MANY if rows is None else rows, shape, "decoded")
+        reasons[product] = always or why
+    return reasons
 
 
 def _of_kept(param: Tensor, rows: int | None) -> dict[str, str | None]:
-    """A shard counts as what is gathered of it."""
+    """The reasons for a kept weight; a shard counts as the weight that is gathered of it."""
     kept = kept_weight(param)
     assert kept is not None
     recipe, format = kept.recipe, kept.recipe.products
     assert format is not None
     shape, device = _gathered_shape(param), _device_in_layers(param)
-    instead: Instead = "decoded" if isinstance(param, DTensor) else "BF16"
+    baseline: Baseline = "decoded" if isinstance(param, DTensor) else "BF16"
     always = _other_dtype(kept.dtype, device, format, len(shape)) or products.device_unsupported_reason(device, format)
-    found: dict[str, str | None] = {}
+    reasons: dict[str, str | None] = {}
     for product in PRODUCTS:
         if len(shape) == 3:
-            why = grouped.unsupported_reason(product, recipe, device, shape, rows, instead)
+            why = grouped.unsupported_reason(product, recipe, device, shape, rows, baseline)
         else:
             why = products.unsupported_reason(product, recipe, BLOCK if rows is None else rows, shape)
-            why = why or products.slower_reason(format, device, MANY if rows is None else rows, shape, instead)
-        found[product] = always or why
-    return found
-
-
-def _slower(local: QuantizedTensor, device: torch.device, rows: int | None, shape: tuple[int, ...]) -> str | None:
-    format = local.recipe.products
-    assert format is not None
-    return products.slower_reason(format, device, MANY if rows is None else rows, shape, "decoded")
+            why = why or products.slower_reason(format, device, MANY if rows is None else rows, shape, baseline)
+        reasons[product] = always or why
+    return reasons
 
 
 def _other_dtype(dtype: torch.dtype, device: torch.device, format: ProductFormat, dims: int) -> str | None:
@@ -100,7 +96,7 @@ def _unsupported_outside_layers(product: Product, local: QuantizedTensor) -> str
 
 
 def _shape_in_layers(param: Tensor) -> tuple[int, ...]:
-    """Of what a rank multiplies with: the parts that tensor parallelism makes, gathered by FSDP2."""
+    """The shape that a rank multiplies with: the part that tensor parallelism makes, gathered by FSDP2."""
     if local_weight(param).shared.position.gathered is not None:
         return _gathered_shape(param)
     return _shape_under(param, list(param.placements)) if isinstance(param, DTensor) else tuple(param.shape)
@@ -123,7 +119,7 @@ def _shape_under(param: DTensor, placements: list[Placement]) -> tuple[int, ...]
 
 
 def _device_in_layers(param: Tensor) -> torch.device:
-    """Offloaded weights are multiplied on their mesh's devices."""
+    """The device of the products: that of the mesh for offloaded weights."""
     if isinstance(param, DTensor) and param.device_mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return param.device

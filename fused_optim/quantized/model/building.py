@@ -29,16 +29,16 @@ _T = TypeVar("_T")
 def quantized_model_init(
     recipe: Recipes, filter_fn: Filter | None = None, *, param_filter: ParamFilter | None = None
 ) -> Iterator[None]:
-    """When this context ends, ``quantize_model_`` is done to all that was built in it, also on the meta device.
+    """Quantize models that are built in this context, as ``quantize_model_`` does, when it ends; also on meta devices.
 
-    To the outermost modules, since names are known only then. So shard a model, wrap it in DDP, and give its parameters
-    to an optimizer, afterwards. Initial values are kept until the optimizer has started its FP32 masters from them.
-    Without a filter or patterns, layers that were not built here, and weights that are computed from others, stay as
-    they are. Copies that ``copy.deepcopy`` makes here are built here. Weights that a context within has quantized stay
-    as it has made them.
+    The outermost modules are quantized, since names are known only then. So shard a model, wrap it in DDP, and give its
+    parameters to an optimizer, afterwards. Initial values are kept until the optimizer has started its FP32 masters
+    from them. Without a filter or patterns, layers that were not built here, and weights that are computed from others,
+    stay as they are. Copies that ``copy.deepcopy`` makes here are built here. Weights that an inner context has
+    quantized stay as it has made them.
 
-    Raises what :func:`quantize_model_` raises, also when the context ends, and ValueError where an optimizer that was
-    made in the context holds a weight that is to be quantized. No module has been changed then.
+    Raises what :func:`quantize_model_` raises, also when the context ends, and ValueError if an optimizer that was made
+    in the context holds a weight that is to be quantized. No module has been changed then.
     """
     check_arguments(recipe, filter_fn, param_filter)
     built: list[weakref.ref[nn.Module]] = []
@@ -95,6 +95,6 @@ def _alive(references: Sequence[weakref.ref[_T]]) -> list[_T]:
 
 
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that none of the others contains."""
+    """The modules that no other one contains."""
     contained = {child for module in modules for child in module.children()}
     return [module for module in modules if module not in contained]

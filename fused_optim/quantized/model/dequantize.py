@@ -19,7 +19,7 @@ from fused_optim.sharding.dtensor import local_tensor, rewrap_like
 
 @runtime_checkable
 class Optimizer(Protocol):
-    """What is asked of an optimizer: ``FusedAdam`` can do it."""
+    """The method that an optimizer needs here; ``FusedAdam`` has it."""
 
     param_groups: list[dict[str, Any]]
 

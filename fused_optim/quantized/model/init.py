@@ -266,7 +266,7 @@ def discard_high_precision_init(model: nn.Module) -> None:
 
 
 def _pending(params: Sequence[Tensor]) -> list[Tensor]:
-    """What any rank has to quantize: ranks without rows have nothing, and the others' values count for all."""
+    """The parameters that some rank has to quantize: ranks without rows have nothing, and take part all the same."""
     flags = {}
     for param in params:
         local = local_weight(param)

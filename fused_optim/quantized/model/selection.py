@@ -1,4 +1,4 @@
-"""Which parameters of a model are to be quantized, and how: filters, patterns of names, what is refused by name."""
+"""Selection of the parameters to quantize, and their recipes: filters, patterns of names, and refusals by name."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def chosen_parameters(
         embedded = _embedded(models)
         for model in models:
             picks = _filter(model, filter_fn, embedded, of)
-            found = [(module, name) for name, module in model.named_modules() if picks(module, name)]
-            chosen += [Chosen(*_weight_of(*each), recipe) for each in found]
+            picked = [(module, name) for name, module in model.named_modules() if picks(module, name)]
+            chosen += [Chosen(*_weight_of(*each), recipe) for each in picked]
     for each in chosen:
         if isinstance(each.module, ParametrizationList):
             raise ValueError(f"{each.name} is what torch.nn.utils.parametrize computes a parameter from; {_OTHERWISE}")
@@ -100,7 +100,7 @@ def chosen_parameters(
 
 
 def _is_offloaded(module: nn.Module) -> bool:
-    """Whether a hook of Accelerate replaces the module's parameters at each call, by those of a table."""
+    """True if a hook of Accelerate replaces the module's parameters at each call, by those of a table."""
     hook = getattr(module, "_hf_hook", None)
     return any(getattr(each, "offload", False) for each in getattr(hook, "hooks", [hook]))
 
@@ -110,7 +110,7 @@ _OTHERWISE = "remove_parametrizations makes it a parameter again, or leave it ou
 
 def _filter(model: nn.Module, filter_fn: Filter | None, embedded: Set[int], of: Container[nn.Module] | None) -> Filter:
     if isinstance(filter_fn, UsualLayers):
-        return filter_fn.of(model, embedded)
+        return filter_fn.for_model(model, embedded)
     if filter_fn is not None:
         return filter_fn
     return lambda module, name: (
@@ -134,7 +134,7 @@ def _has_plain_weight(layer: nn.Linear) -> bool:
 
 
 def is_quantized(param: Tensor) -> bool:
-    """Also where it is used alone."""
+    """True for a quantized weight, and for one that is kept plain and quantized where it is used."""
     return isinstance(local_tensor(param), QuantizedTensor) or kept_weight(param) is not None
 
 
@@ -161,18 +161,17 @@ def warn_of_plain(models: Sequence[nn.Module], chosen: Sequence[Chosen], stackle
 
 
 def _is_of_experts(module: nn.Module, key: str, name: str) -> bool:
-    """Whether a parameter is taken for weights of experts: of three dims, and no convolution's, no embedding.
+    """True if a parameter is taken for weights of experts: three dims, and neither a convolution's nor an embedding.
 
-    One that counts a single expert, as ranks may hold it, is known by its name alone: tokens of classes and positions
-    have such a dim, too.
+    If it holds a single expert, as a rank may, its name decides: class tokens and positions have such a dim, too.
     """
     param = _param(module, key)
     if is_lazy(param) or param.dim() != 3 or type(module).__module__.startswith("torch.nn."):
         return False
     if isinstance(module, GroupedLinear):
         return True
-    own = ".".join(name.split(".")[-2:])
-    return not is_embedding(own) and (param.shape[0] > 1 or is_expert(name))
+    path_end = ".".join(name.split(".")[-2:])
+    return not is_embedding(path_end) and (param.shape[0] > 1 or is_expert(name))
 
 
 # --- patterns of names ------------------------------------------------------------------------------------------------
@@ -211,7 +210,7 @@ def _check_patterns(names: Sequence[str], recipes: Mapping[str, Recipe | None]) 
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Of a parameter, or of its layer."""
+    """True if a pattern matches the name of a parameter, or of its layer."""
     return fnmatchcase(name, pattern) or fnmatchcase(name.removesuffix(".weight"), pattern)
 
 
@@ -246,7 +245,7 @@ class UsualLayers:
             raise TypeError(f"also: expected a filter, a function of a module and its name, got {also!r}")
         self.also = also
 
-    def of(self, model: nn.Module, embedded: Set[int]) -> Filter:
+    def for_model(self, model: nn.Module, embedded: Set[int]) -> Filter:
         """The filter for a model. ``embedded``: ids of weights of embeddings, which other models may have."""
         layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         embeddings = any(isinstance(module, nn.Embedding) for module in model.modules())
@@ -256,7 +255,7 @@ class UsualLayers:
             for name, module in layers
             if id(module) not in ends
             and id(module._parameters.get("weight")) not in embedded
-            and not _is_exception(model, name)
+            and not (is_head(name) or is_router(model, name) or is_embedding(name) or is_adapter(model, name))
             and (self.also is None or self.also(module, name))
         }
         return lambda module, _: id(module) in picked
@@ -264,10 +263,6 @@ class UsualLayers:
     def __call__(self, module: nn.Module, name: str) -> bool:
         """Raises TypeError: which layers are the first and the last is known of whole models only."""
         raise TypeError("UsualLayers() sees a whole model: give it as filter_fn itself, and other filters as `also`")
-
-
-def _is_exception(model: nn.Module, name: str) -> bool:
-    return is_head(name) or is_router(model, name) or is_embedding(name) or is_adapter(model, name)
 
 
 def gains(recipe: Recipe, rows: int, table: str | os.PathLike[str] | None = None) -> Filter:
@@ -318,7 +313,7 @@ def gains(recipe: Recipe, rows: int, table: str | os.PathLike[str] | None = None
 
 
 def _all_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
-    """Modules, names of their parameters there, and in the model."""
+    """(module, the parameter's name there, its name in the model) of all parameters."""
     for path, module in model.named_modules():
         for key, param in module._parameters.items():
             if param is not None:

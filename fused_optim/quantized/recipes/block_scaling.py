@@ -134,7 +134,7 @@ class Float8BlockScaling(Float8Recipe):
         return elements.expand_scales(scale, self.block, self._matrix(shape)).view(shape)
 
     def _matrix(self, shape: Sequence[int]) -> tuple[int, int]:
-        """In which blocks lie: one expert's below the other's."""
+        """The shape of the matrix that blocks lie in: one expert's below the other's."""
         if not self.expert_columns:
             return shape[0], shape[1]
         return math.prod(shape) // self.expert_columns, self.expert_columns

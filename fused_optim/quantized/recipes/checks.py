@@ -1,4 +1,4 @@
-"""What is refused before anything is quantized: no recipe, and what a recipe is not for."""
+"""Checks before anything is quantized: recipes, and the shapes and dtypes that they take."""
 
 from __future__ import annotations
 

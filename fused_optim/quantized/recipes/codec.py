@@ -57,17 +57,17 @@ def absmaxes(weights: Sequence[tuple[Recipe, Tensor | None, torch.device]]) -> l
     by_device: dict[torch.device, list[int]] = {}
     for i, (_, _, device) in enumerate(weights):
         by_device.setdefault(device, []).append(i)
-    found: dict[int, Tensor] = {}
+    by_number: dict[int, Tensor] = {}
     for device, there in by_device.items():
         recipes, values, _ = zip(*(weights[i] for i in there), strict=True)
-        found.update(zip(there, absmax(recipes, values, device).split(1), strict=True))
-    return [found[i] for i in range(len(weights))]
+        by_number.update(zip(there, absmax(recipes, values, device).split(1), strict=True))
+    return [by_number[i] for i in range(len(weights))]
 
 
 class Scales:
-    """The scales of whole weights, of those that have them: which are alike is found out once.
+    """Tensor-wide scales of many weights, grouped once by device and recipe. Weights without such a scale are left out.
 
-    ``absmaxes``: of shape ``(1,)``, one per weight, where these are in the same memory at each :meth:`rescale`.
+    ``absmaxes``: of shape ``(1,)``, one per weight, if they are in the same memory at each :meth:`rescale`.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class Scales:
         ]
 
     def prepare(self, applies: Tensor | None) -> None:
-        """:meth:`Recipe.prepare` of each."""
+        """Call :meth:`Recipe.prepare` for each weight."""
         for _, alike in self._alike:
             alike.prepare(applies)
 
     def rescale(self, absmaxes: Sequence[Tensor] | None, applies: Tensor | None, advance: bool) -> None:
-        """:meth:`Recipe.rescale` of each; ``absmaxes``: None where the constructor was given them."""
+        """Call :meth:`Recipe.rescale` for each weight; ``absmaxes``: None if the constructor was given them."""
         for members, alike in self._alike:
             alike.rescale(_some(absmaxes, members), applies, advance)
 
@@ -97,7 +97,7 @@ def _some(tensors: Sequence[Tensor] | None, members: list[int]) -> list[Tensor] 
 
 
 class _AlikeScales:
-    """Those of one recipe on one device."""
+    """The scales of weights with one recipe on one device."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class _AlikeScales:
                 self._recipe.rescale(part, absmax[0], applies, advance)
 
     def _derive(self, absmaxes: list[Tensor] | None, applies: Tensor | None, stage: ScaleStage) -> bool:
-        """Whether the engine could do it."""
+        """Let the engine set the scales. Returns False if it cannot."""
         engine, kernel = self._engine, self._recipe.kernel
         if engine is None or kernel is None or _is_looked_on():
             return False
@@ -167,7 +167,7 @@ class _AlikeScales:
 
 
 def _addresses(tensors: list[Any], device: torch.device) -> _Column | None:
-    """0 for None; None where not all of them are plain."""
+    """Addresses of tensors, 0 for None; None unless all of them are plain."""
     found = tensor_reader(device).addresses(tensors)
     if found is None and all(x is None or is_plain(x) for x in tensors):  # torch has no way to read them fast
         return [address(x) for x in tensors]
@@ -175,17 +175,17 @@ def _addresses(tensors: list[Any], device: torch.device) -> _Column | None:
 
 
 def _kept(engine: Engine | None, numbers: list[int]) -> _Column:
-    """For many calls of an engine: it copies lists at each."""
+    """The numbers as a column of the engine's, which copies lists at each call."""
     return numbers if engine is None else engine.Numbers(numbers)
 
 
 def encode(weights: Sequence[Encoding]) -> None:
-    """:meth:`Recipe.encode` of each."""
+    """Call :meth:`Recipe.encode` for each weight."""
     Encodings(weights).encode()
 
 
 class Encodings:
-    """New values of weights in memory that stays theirs: which are alike is found out once."""
+    """New values of many weights, grouped once by device and recipe; they stay in the same memory."""
 
     def __init__(self, weights: Sequence[Encoding]) -> None:
         self._alike = [
@@ -199,7 +199,7 @@ class Encodings:
 
 
 class _AlikeEncodings:
-    """Those of one recipe on one device."""
+    """New values of weights with one recipe on one device."""
 
     def __init__(self, device: torch.device, recipe: Recipe, weights: list[Encoding]) -> None:
         weights = [x._replace(components=recipe.matrices(x.components)) for x in weights]
@@ -216,7 +216,7 @@ class _AlikeEncodings:
 
     @functools.cached_property
     def _sizes(self) -> tuple[_Column, _Column]:
-        """Rows and columns. Not where compilers look on: it would make constants of them."""
+        """(rows, columns) of the weights. Not read while a compiler traces: it would make constants of them."""
         rows = [x.components["data"].shape[0] for x in self._weights]
         widths = [x.values.numel() // count if count else 0 for x, count in zip(self._weights, rows, strict=True)]
         return _kept(self._engine, rows), _kept(self._engine, widths)
@@ -228,9 +228,9 @@ class _AlikeEncodings:
             return
         read = tensor_reader(self._device).addresses
         columns = [read(column) for column in self._columns] if self._has_fp32 else [None]
-        found: list[_Column] = [column for column in columns if column is not None]
-        if len(found) == len(columns):
-            self._launch(engine, kernel, [*found, *self._sizes])
+        known: list[_Column] = [column for column in columns if column is not None]
+        if len(known) == len(columns):
+            self._launch(engine, kernel, [*known, *self._sizes])
         else:
             self._encode_some(engine, kernel)
 
@@ -251,7 +251,7 @@ class _AlikeEncodings:
         increment_versions(self._written)
 
     def _encode_some(self, engine: Engine, kernel: KernelFormat) -> None:
-        """By the engine those that it can take."""
+        """Encode by the engine the weights that it can take, by the recipe the others."""
         rows = [_row(x.values, x.components) if _values_fit(x.values, self._device) else None for x in self._weights]
         fitting = [weight for weight, row in zip(self._weights, rows, strict=True) if row is not None]
         others = [weight for weight, row in zip(self._weights, rows, strict=True) if row is None]
@@ -296,7 +296,7 @@ def _engine_of(device_type: str, forced: str | None) -> Engine | None:
 
 
 def _alike(weights: Sequence[tuple[Any, ...]]) -> dict[tuple[torch.device, Recipe], list[int]]:
-    """The numbers of weights, each of which begins with its recipe and its components, by device and recipe."""
+    """Indices of weights by device and recipe; each weight is a tuple that starts with recipe and components."""
     groups: dict[tuple[torch.device, Recipe], list[int]] = {}
     for i, (recipe, components, *_) in enumerate(weights):
         groups.setdefault((components["data"].device, recipe), []).append(i)
@@ -304,7 +304,7 @@ def _alike(weights: Sequence[tuple[Any, ...]]) -> dict[tuple[torch.device, Recip
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether its memory is its elements, one after the other."""
+    """True for a contiguous plain tensor: its memory is its elements in order."""
     return type(tensor) is Tensor and tensor.is_contiguous()
 
 
@@ -335,5 +335,5 @@ def _rounding(fractions: Fractions | None) -> tuple[int, ...]:
 
 
 def countable(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Those that have versions."""
+    """The tensors that have a version counter: all but inference tensors."""
     return [tensor for tensor in tensors if not tensor.is_inference()]

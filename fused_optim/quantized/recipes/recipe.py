@@ -1,4 +1,4 @@
-"""How weights are quantized: what a recipe is. One frozen recipe per format, and the codec of each in plain PyTorch.
+"""Recipes, which say how weights are quantized: one frozen class per format, with its codec in plain PyTorch.
 
 A recipe says which components a tensor of some shape has, along which boundaries it can be cut, and how FP32 values
 become components and back. Weights are seen as matrices: ``shape[0]`` rows, everything after that is the columns. Every
@@ -40,12 +40,12 @@ class Component:
 
 @dataclass(frozen=True)
 class KernelFormat:
-    """How the compiled engines know a recipe.
+    """The compiled engines' description of a recipe.
 
-    ``block``: elements of a row that share a scale (1: any number does), where the update
-    of FP32 masters can write the codes in the same pass; else None. ``round_up``: scales of blocks become powers of
-    two. The others are about the scale of a whole weight: absmax / ``largest`` * ``factor``, where the absmax may be
-    that of a ``history`` of so many updates or its ``most_recent`` entry.
+    ``block``: elements of a row that share a scale (1: any number does) if the update of FP32 masters can write the
+    codes in the same pass; else None. ``round_up``: scales of blocks become powers of two. The others describe the
+    scale of a whole weight, absmax / ``largest`` * ``factor``: the absmax may be that of a ``history`` of so many
+    updates, or its ``most_recent`` entry.
     """
 
     format: WeightFormat
@@ -59,15 +59,15 @@ class KernelFormat:
 
 @dataclass(frozen=True)
 class ProductFormat:
-    """How products with a weight are computed in FP8, or FP4.
+    """The format of products with a weight in FP8 or FP4.
 
     ``scaling``: of activations and gradients: one scale, one per row, one per 128 elements of a row, or as weights have
     them in MXFP8 and NVFP4. ``gradients``: their float8 dtype; activations are E4M3, or as such weights are.
-    ``weight_gradients``: whether these are products in FP8, too. ``power_of_two``: scales of blocks are powers of two,
-    rounded up. ``no_input_gradients``: why these are products of decoded weights, where they are. ``delayed``: the one
+    ``weight_gradients``: True if these are products in FP8, too. ``power_of_two``: scales of blocks are powers of two,
+    rounded up. ``no_input_gradients``: why these are products of decoded weights, if they are. ``delayed``: the one
     scale is that of earlier passes. ``activation_tiles``: in weight gradients of blocks, activations have a scale per
-    128 x 128. ``fast_gradients``: as outputs are, they are added up with 14 bits. ``measured``: layers alone have them,
-    of sizes at which they were measured to save time.
+    128 x 128. ``fast_gradients``: products of gradients are accumulated with 14 bits, as outputs are. ``measured``:
+    only layers have them, of sizes at which they were measured to save time.
     """
 
     scaling: Scaling
@@ -81,8 +81,8 @@ class ProductFormat:
     measured: bool = False
 
     @property
-    def kept(self) -> Scaling:
-        """The scales of the activations' transpose."""
+    def transpose_scaling(self) -> Scaling:
+        """The scaling of the activations' transpose."""
         return "tile" if self.activation_tiles else self.scaling
 
 
@@ -110,7 +110,7 @@ def cut_component(value: Tensor, component: Component, dim: int, start: int, end
 
 @dataclass(frozen=True)
 class Recipe:
-    """What all recipes have.
+    """Base class of all recipes.
 
     ``scales_whole_tensor``: one scale depends on all of a weight, hence on all its shards. ``shares_blocks``: cuts may
     go through blocks of several rows, for which :meth:`largest_in_block` is needed.
@@ -121,7 +121,7 @@ class Recipe:
 
     @property
     def components(self) -> tuple[Component, ...]:
-        """What a tensor consists of; a recipe may have it as an attribute of the class."""
+        """The components of a quantized tensor. Recipes may define them as a class attribute."""
         raise NotImplementedError
 
     @property
@@ -130,21 +130,21 @@ class Recipe:
 
     @functools.cached_property
     def kernel(self) -> KernelFormat | None:
-        """None where only PyTorch knows the recipe."""
+        """The engines' description of the format; None if only PyTorch knows the recipe."""
         return None
 
     def same_format(self, other: Recipe) -> bool:
-        """Whether components of ``other`` mean the same values here: recipes may differ in how they round alone."""
+        """True if components of ``other`` mean the same values here. Recipes may differ in how they round."""
         return self == other
 
     @functools.cached_property
     def products(self) -> ProductFormat | None:
-        """How products with such weights are computed in FP8; None where weights are decoded for them."""
+        """The format of FP8 products with such weights; None if weights are decoded for them."""
         return None
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether weights stay what they are, and are quantized where they are gathered or multiplied alone."""
+        """True if weights stay plain and are quantized only when they are gathered or multiplied."""
         return False
 
     def for_shape(self, shape: tuple[int, ...]) -> Recipe:
@@ -195,18 +195,18 @@ class Recipe:
             return None
         if dim == 0 and self.shares_blocks:
             return None
-        what = ("rows", "columns")[dim]
-        return f"{self.name} cannot be cut to {what} {start} to {end} of {size}: its blocks have {tile} {what}"
+        lines = ("rows", "columns")[dim]
+        return f"{self.name} cannot be cut to {lines} {start} to {end} of {size}: its blocks have {tile} {lines}"
 
     def fitting_ranks(self, shape: tuple[int, ...], dim: int, of: int = 64) -> list[int]:
-        """On how many ranks, up to ``of``, dim 0 or 1 of a weight can be cut into chunks as torch does."""
-        size, found = shape[dim], []
+        """The numbers of ranks, up to ``of``, on which dim 0 or 1 of a weight can be cut into chunks as torch does."""
+        size, fitting = shape[dim], []
         for ranks in range(1, of + 1):
             chunk = max(-(-size // ranks), 1)
             cuts = [matrix_range(shape, dim, start, min(start + chunk, size)) for start in range(0, size, chunk)]
             if not any(self.cut_problem(start, end, as_matrix(shape)[dim], dim) for start, end in cuts):
-                found.append(ranks)
-        return found
+                fitting.append(ranks)
+        return fitting
 
     def empty(self, shape: tuple[int, ...], device: torch.device, rows_before: int = 0) -> Components:
         """Components that decode to zeros."""
@@ -216,10 +216,10 @@ class Recipe:
         }
 
     def largest_in_block(self, scale: Tensor) -> Tensor:
-        """The FP32 magnitude that as the largest of a block gives it this scale.
+        """The FP32 magnitude that gives a block this scale if it is the block's largest.
 
-        A recipe with ``shares_blocks`` has scales that compare as the largest magnitudes of their blocks do, in FP32,
-        and 0 below all others.
+        In a recipe with ``shares_blocks``, scales compare as the largest magnitudes of their blocks do, in FP32, and 0
+        is below all others.
         """
         raise NotImplementedError
 
@@ -249,25 +249,25 @@ class Recipe:
         raise NotImplementedError
 
     def rounded(self, x: Tensor, components: Mapping[str, Tensor]) -> Tensor:
-        """What the matrix ``x`` decodes to when it is rounded to nearest under the scales in ``components``.
+        """The decoded values of the matrix ``x`` rounded to nearest under the scales in ``components``; FP32.
 
-        What is too large for them saturates. Here scales of blocks are those of ``x``; see :meth:`fits`.
+        Values too large for these scales saturate. By default block scales are those of ``x``; see :meth:`fits`.
         """
         return self.decode(self._encoded(x, components), tuple(x.shape))
 
     def fits(self, x: Tensor, components: Mapping[str, Tensor], same: Tensor) -> Tensor:
-        """Where elements of the matrix ``x`` are none that only saturate to what ``components`` decode to.
+        """Mask of the matrix ``x``: False for elements that become the decoded values only because they saturate.
 
-        ``same``: where they are rounded to that.
+        ``same``: mask of the elements that are rounded to the decoded values of ``components``.
         """
-        made, found = self._encoded(x, components), torch.ones_like(same)
+        made, mask = self._encoded(x, components), torch.ones_like(same)
         for part in self.components:
             if part.tile is not None and part.name != "data":
-                found &= elements.expand_scales(made[part.name] == components[part.name], part.tile, tuple(x.shape))
+                mask &= elements.expand_scales(made[part.name] == components[part.name], part.tile, tuple(x.shape))
         if self.scales_whole_tensor and x.numel():
             largest = self.rounded(torch.full_like(x, 4.0 * float(self.absmax(x))), components)
-            found &= (x.abs() <= largest * (1 + 2.0**-8)) | ~x.isfinite()
-        return found
+            mask &= (x.abs() <= largest * (1 + 2.0**-8)) | ~x.isfinite()
+        return mask
 
     def _encoded(self, x: Tensor, components: Mapping[str, Tensor]) -> Components:
         made = {name: part.clone() for name, part in components.items()}
@@ -285,7 +285,7 @@ class ScaledRecipe(Recipe):
     half_step_above: ClassVar[float]
 
     def scales(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
-        """What the codes of a matrix of this shape are multiplied by: FP32, that of each element or of all."""
+        """The FP32 scales of a matrix of this shape: one for each element, or one for all."""
         raise NotImplementedError
 
     def nearest(self, x: Tensor) -> Tensor:
@@ -319,7 +319,7 @@ def check_choice(name: str, value: object, choices: object) -> None:
 
 
 def check_compute(recipe: Any, choices: object) -> None:
-    """As :func:`check_choice`; recipes in files of earlier releases call ``"decode"`` ``"dequantize"``."""
+    """:func:`check_choice` for ``compute``; files of earlier releases call ``"decode"`` ``"dequantize"``."""
     if recipe.compute == "dequantize":
         object.__setattr__(recipe, "compute", "decode")
     check_choice("compute", recipe.compute, choices)

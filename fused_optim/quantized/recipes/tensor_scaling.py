@@ -39,13 +39,13 @@ class Float8Recipe(ScaledRecipe):
 
     Args:
         compute: ``"auto"`` for products in FP8 in layers on GPUs, of sizes at which they were measured to save time
-            (``compute/measured.py``); ``"fp8"`` wherever they can run (``compute/products.py``); ``"decode"`` nowhere.
+            (``fp8/measured.py``); ``"fp8"`` wherever they can run (``fp8/products.py``); ``"decode"`` nowhere.
         gradient_format: of such products: ``"e5m2"`` or ``"e4m3"``. Default: E5M2, whose range is wider, where all
             of a gradient shares one scale; E4M3, whose steps are finer, where each of its rows or blocks has its own.
         weight_gradients: of such products: those in ``"fp8"`` or ``"bf16"``. Default: ``"fp8"``, but ``"bf16"``
             with scales per row.
         keep_weights: weights stay what they are (BF16, FP32, FP16) for optimizers and checkpoints. They are quantized
-            where FSDP2 gathers them, and where a layer multiplies with them (``compute/kept.py``).
+            where FSDP2 gathers them, and where a layer multiplies with them (``fp8/kept.py``).
 
     None of these is part of the format: recipes that differ in them only are equal.
     """
@@ -69,7 +69,10 @@ class Float8Recipe(ScaledRecipe):
             check_choice("weight_gradients", self.weight_gradients, WeightGradients)
 
     def _products(self, scaling: Scaling, **others: Any) -> ProductFormat | None:
-        """``others``: fields of :class:`ProductFormat`."""
+        """The format of products; None for ``compute="decode"``.
+
+        ``others``: further fields of :class:`ProductFormat`.
+        """
         if self.compute == "decode":
             return None
         gradients = self.gradient_format or ("e5m2" if scaling == "tensor" else "e4m3")

@@ -20,12 +20,12 @@ from fused_optim.quantized.recipes.recipe import Components, Recipe, as_matrix, 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a part of a weight lies, as far as blocks of several rows go.
+    """Position of a part of a weight relative to blocks of several rows.
 
-    ``rows_before``: how many rows of its first block come before it. ``shares_blocks``: ranks share blocks of the
-    weight, though perhaps not this one. ``gathered``: ``rows_before`` of what FSDP2 has cut this from; None if it has
-    not. ``rows``: how many it has, where padding follows them. ``known``: False where memory was made for a part that
-    touches as many blocks as one of this size can, before it is known which.
+    ``rows_before``: rows of its first block that come before it. ``shares_blocks``: ranks share blocks of the weight,
+    though perhaps not this one. ``gathered``: ``rows_before`` of the weight that FSDP2 has cut this from; None if it
+    has not. ``rows``: its rows, if padding follows them. ``known``: False if memory was made for a part that touches as
+    many blocks as one of this size can, before its place is known.
     """
 
     rows_before: int = 0
@@ -39,7 +39,7 @@ WHOLE = Position()
 
 
 def shares_blocks(recipe: Recipe, rows_before: int, starts: Sequence[int]) -> bool:
-    """Whether cuts at these rows of a weight, or of a part of one, go through blocks."""
+    """True if a cut at one of these rows of a weight, or of a part of one, goes through a block."""
     return any((rows_before + start) % recipe.block_rows for start in starts if start)
 
 
@@ -76,7 +76,7 @@ def decode(
 
 
 def pieces(weight: Encoding, rows_before: int) -> list[Encoding]:
-    """What an engine can encode of a part that may begin within a block: the rest of that block, and the others."""
+    """Encodings that an engine can take of a part that may begin within a block: that block's rest, and the others."""
     if not rows_before:
         return [weight]
     rows = weight.values.shape[0]
@@ -85,14 +85,17 @@ def pieces(weight: Encoding, rows_before: int) -> list[Encoding]:
 
 
 def edges(weight: Encoding, rows_before: int, ends: bool) -> list[Encoding]:
-    """What a part has of blocks that it has not all of. ``ends``: it is the last one of its weight."""
+    """The rows of a part that lie in blocks of which it has only some rows.
+
+    ``ends``: it is the last part of its weight.
+    """
     rows, block_rows = weight.values.shape[0], weight.recipe.block_rows
     head = min(-rows_before % block_rows, rows)
     tail = max((rows_before + rows) // block_rows * block_rows - rows_before, head)
-    found = [slice(0, head)] if head else []
+    parts = [slice(0, head)] if head else []
     if tail < rows and not ends:
-        found.append(slice(tail, rows))
-    return [_piece(weight, each, rows_before) for each in found]
+        parts.append(slice(tail, rows))
+    return [_piece(weight, part, rows_before) for part in parts]
 
 
 def _piece(weight: Encoding, rows: slice, rows_before: int) -> Encoding:
@@ -116,7 +119,7 @@ def encode_under_scales(parts: Sequence[Encoding]) -> None:
 
 
 def _encode_under_scales(recipe: Recipe, parts: Sequence[Encoding]) -> None:
-    """In as many launches as for one."""
+    """:func:`encode_under_scales` for one recipe and device, in as many launches as for one part."""
     _, block_columns = recipe.block_shape
     scales = [part.components["scale"].reshape(-1) for part in parts]
     largest = recipe.largest_in_block(torch.cat(scales)).repeat_interleave(block_columns)
@@ -124,7 +127,7 @@ def _encode_under_scales(recipe: Recipe, parts: Sequence[Encoding]) -> None:
     rows = [row for copy in copies for row in (copy.values[:-1], copy.values[-1])]
     values = [
         row
-        for part, of_blocks in zip(parts, largest.split([block_columns * len(each) for each in scales]), strict=True)
+        for part, of_blocks in zip(parts, largest.split([block_columns * len(scale) for scale in scales]), strict=True)
         for row in (part.values.view(part.values.shape[0], -1), of_blocks[: as_matrix(part.values.shape)[1]])
     ]
     torch._foreach_copy_(rows, values)

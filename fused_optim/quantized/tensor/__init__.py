@@ -1,4 +1,4 @@
-"""``QuantizedTensor``, and what torch's operations, collectives and FSDP2 do with it."""
+"""``QuantizedTensor``, and torch's operations, collectives and FSDP2 with it."""
 
 from fused_optim.quantized.tensor import collectives as _collectives  # noqa: F401  registers broadcasts and scatters
 from fused_optim.quantized.tensor import factories as _factories  # noqa: F401  tensors like a weight

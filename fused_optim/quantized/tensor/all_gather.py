@@ -1,12 +1,12 @@
-"""What FSDP2 sends of quantized weights: bytes of data and scales, and what it makes of them.
+"""FSDP2's all-gather of quantized weights: the bytes that a shard sends, and the weight that is made of them.
 
 Rows are padded to the same number on every rank. Each component is gathered on its own, so that the weight lies in
-what was gathered without another copy; a group of one rank knows only one tensor, so there all components are packed
-into it. A scale of the whole weight is taken from the first rank, which has rows if any rank has: a checkpoint writes
-nothing into an empty shard. Histories are not gathered.
+the gathered memory without another copy; a group of one rank knows only one tensor, so there all components are
+packed into it. A scale of the whole weight is taken from the first rank, which has rows if any rank has: a checkpoint
+writes nothing into an empty shard. Histories are not gathered.
 
-Where shards are cut within blocks of several rows, each sends the scales of all blocks that it touches, and those of
-the whole weight are put together from these.
+If shards are cut within blocks of several rows, each sends the scales of all blocks that it touches, and those of the
+whole weight are put together from these.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _ALIGNMENT = 16  # bytes
 
 @dataclass(frozen=True)
 class _GatheredComponent:
-    """What is gathered of a component: ``sent`` rows of each shard.
+    """A component to gather: ``sent`` rows of each shard.
 
-    ``taken``: where the rows of the whole weight are among those; None: at the beginning, in order.
+    ``taken``: the places of the whole weight's rows among the gathered ones; None: at the beginning, in order.
     """
 
     component: Component
@@ -43,8 +43,10 @@ class _GatheredComponent:
 
 @dataclass(frozen=True)
 class Gathered:
-    """What the outputs do not say: the number of shards, the shape of the whole weight with padded rows, and how many
-    rows of its first block come before it, which tensor parallelism may have cut.
+    """The facts about gathered outputs that these do not show.
+
+    ``ranks``: the number of shards. ``shape``: of the whole weight with padded rows. ``rows_before``: rows of its first
+    block that come before it, as tensor parallelism may have cut it.
     """
 
     ranks: int
@@ -85,10 +87,10 @@ def _gathered_component(
 
 
 class SentShard:
-    """What a shard sends, time after time.
+    """The tensors that a shard sends, used again at each gather.
 
-    ``shape``: its own with padded rows. ``rows_before``: as in :class:`Gathered`. What lies in the shard's memory is
-    found once, since views cost the host more than all else here, and is flat, since FSDP2 makes more views of it.
+    ``shape``: its own with padded rows. ``rows_before``: as in :class:`Gathered`. Views of the shard's memory are made
+    once, since they cost the host more than all else here, and are flat, since FSDP2 makes more views of them.
     """
 
     def __init__(
@@ -98,11 +100,14 @@ class SentShard:
         self._names = [part.component.name for part in self.metadata.parts]
         self._values = [components[name] for name in self._names]
         self._rows = shape[0]
-        in_place = all(map(_is_sent_as_it_is, self.metadata.parts, self._values))
+        in_place = all(
+            part.component.tile is None or (value.shape[0] == part.sent and value.is_contiguous())
+            for part, value in zip(self.metadata.parts, self._values, strict=True)
+        )
         self._views = self._bytes() if in_place and ranks > 1 else None
 
     def sends(self, components: Components, rows: int, ranks: int, rows_before: int) -> bool:
-        """Whether this is what a shard with these tensors sends."""
+        """True if a shard with these tensors would send the same."""
         known = self.metadata
         same = self._rows == rows and known.ranks == ranks and known.rows_before == rows_before
         return same and all(map(operator.is_, map(components.__getitem__, self._names), self._values))
@@ -112,7 +117,7 @@ class SentShard:
         if self._views is not None:
             return self._views
         parts = self._bytes()
-        return (_packed(parts),) if self.metadata.ranks == 1 else parts
+        return (torch.cat([_aligned(part) for part in parts]),) if self.metadata.ranks == 1 else parts
 
     def _bytes(self) -> tuple[Tensor, ...]:
         return tuple(
@@ -132,7 +137,7 @@ def outputs(gathered: tuple[Tensor, ...], metadata: Gathered) -> tuple[Component
 
 
 def refresh(gathered: tuple[Tensor, ...], metadata: Gathered, components: Components) -> None:
-    """Put those components together again; ``components`` may have fewer rows."""
+    """Put the parts that are no views together again; ``components`` may have fewer rows."""
     if not metadata.puts_together:
         return
     for part, each in _received(gathered, metadata):
@@ -157,18 +162,10 @@ def _value(part: _GatheredComponent, received: Tensor) -> Tensor:
     return value[: part.shape[0]] if part.taken is None else torch.cat([value[rows] for rows in part.taken])
 
 
-def _is_sent_as_it_is(part: _GatheredComponent, value: Tensor) -> bool:
-    return part.component.tile is None or (value.shape[0] == part.sent and value.is_contiguous())
-
-
 def padded_rows(part: Tensor, rows: int) -> Tensor:
     if part.shape[0] == rows:
         return part.contiguous()
     return torch.cat([part, part.new_zeros(rows - part.shape[0], part.shape[1])])
-
-
-def _packed(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([_aligned(part) for part in parts])
 
 
 def _aligned(part: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""What torch's collectives do with quantized weights: broadcasts and scatters move bytes, component by component.
+"""torch's collectives on quantized weights: broadcasts and scatters move bytes, component by component.
 
-Others see decoded values, or raise. Ranks first agree on what is sent: what one of them cannot do raises on all.
+Others see decoded values, or raise. Ranks first agree on the components that are sent: a rank that fails alone would
+leave the others waiting.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ _INITIAL_DTYPES = (None, *ELEMENT_TYPES)
 
 
 class _Sent(NamedTuple):
-    """What the root sends beside codes and scales: initial values of a dtype, and whether these are to be quantized."""
+    """The root's initial values: their dtype, None if it sends none, and whether they are still to be quantized."""
 
     initial: torch.dtype | None
     pending: bool
 
 
 def _agree(func: OpOverload, own: QuantizedTensor, sources: Sequence[Any], group: Any) -> _Sent:
-    """What is sent, on every rank. ``sources``: the root's tensors, elsewhere none. RuntimeErrors are raised on all."""
+    """The root's :class:`_Sent`, on every rank. ``sources``: the root's tensors, none elsewhere.
+
+    RuntimeErrors reach all.
+    """
     kind = zlib.crc32(_kind(own).encode())
     replaceable = own.cut_from is None or func is torch.ops.c10d.broadcast_.default
     alike = all(isinstance(x, QuantizedTensor) and _kind(x) == _kind(own) for x in sources)
@@ -71,7 +75,7 @@ def _dtype_of_initial(tensor: QuantizedTensor) -> torch.dtype | None:
 
 @implements(torch.ops.c10d.broadcast_.default)
 def _broadcast(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """As DistributedDataParallel does with the first rank's weights."""
+    """Broadcast a weight, as DistributedDataParallel does with the first rank's."""
     tensor: QuantizedTensor
     (tensor,), group, root, root_tensor = args[:4]
     is_root = ProcessGroup.unbox(group).rank() == root
@@ -92,7 +96,7 @@ def _broadcast(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 @implements(torch.ops.c10d.scatter_.default)
 def _scatter(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """As tensor parallelism does with the first rank's weights."""
+    """Scatter a weight, as tensor parallelism does with the first rank's."""
     output: QuantizedTensor
     (output,), inputs, group, root = args[:4]
     sent = _agree(func, output, [tensor for row in inputs for tensor in row], group)
@@ -124,7 +128,7 @@ def _sent_components(recipe: Recipe, sent: _Sent) -> list[Component]:
 
 
 def _receive(tensor: QuantizedTensor, component: Component, buffer: Tensor, sent: _Sent) -> None:
-    """``buffer`` may have more rows."""
+    """Copy a received component in; ``buffer`` may have more rows."""
     if component is not INITIAL_COMPONENT:
         part = tensor.components[component.name]
         if buffer is not part:
@@ -158,7 +162,7 @@ def _as_position(numbers: Tensor) -> Position:
 
 
 def _lay_out(output: QuantizedTensor, position: Position) -> None:
-    """Let it lie there, with memory for the scales of the blocks that it touches."""
+    """Give a tensor this position, with memory for the scales of the blocks that it touches."""
     output.shared.position = position
     for component in output.recipe.components:
         shape = output.recipe.component_shape(component, tuple(output.weight_shape), position.rows_before)
@@ -184,7 +188,7 @@ def _pad(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _padded_shape(source: QuantizedTensor, padding: Sequence[int]) -> tuple[int, ...] | None:
-    """With more rows, or columns, at the end; None for anything else."""
+    """The shape with more rows, or columns, at the end; None for any other padding."""
     shape = list(source.weight_shape)
     after = list(padding[1::2])[::-1]  # of the last dims
     after = [0] * (len(shape) - len(after)) + after

@@ -1,4 +1,4 @@
-"""Which parts of a weight were loaded, as checkpoints do piece by piece."""
+"""The parts of a weight that were loaded, as checkpoints load them piece by piece."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def joined(parts: tuple[Region, ...], new: Region) -> tuple[Region, ...]:
 
 
 def _union(a: Region, b: Region) -> Region | None:
-    """Both, if together they are a rectangle."""
+    """The union of two regions if it is a rectangle, else None."""
     if a.columns == b.columns and _touch(a.rows, b.rows):
         return Region(_span(a.rows, b.rows), a.columns)
     if a.rows == b.rows and _touch(a.columns, b.columns):

@@ -1,4 +1,4 @@
-"""What torch's operations find in place of a plain tensor: what is registered for them, or decoded values."""
+"""Dispatch of torch's operations on quantized tensors: to registered handlers, or to decoded values."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ NO_RECIPE = cast(Recipe, None)  # of what is made by :func:`as_parameter`, and h
 
 
 class OperatorKind(enum.Enum):
-    """What functions without a handler of their own are told apart by."""
+    """Kinds of functions without a handler of their own."""
 
     VIEW = enum.auto()  # gives views of its argument
     MUTABLE = enum.auto()  # writes into its arguments
 
 
 class Decodable(torch.Tensor):
-    """What most of torch's operations see as a plain tensor that is decoded for them: a quantized weight, or a view."""
+    """Base of quantized weights and their views: most of torch's operations see them as decoded plain tensors."""
 
     # Of functions whose first tensors of this kind are of this class; here of all that have no handler of their own.
     handlers: ClassVar[dict[OpOverload | OperatorKind, Handler]] = {}
@@ -73,7 +73,7 @@ def as_parameter(kind: type[_Tensor], given: object, requires_grad: bool) -> _Te
 
 
 def asked_by(package: str) -> bool:
-    """Whether the method that calls this is called by a module of a package."""
+    """True if a module of ``package`` calls the method that calls this."""
     return bool(sys._getframe(2).f_globals.get("__name__", "").startswith(f"{package}."))
 
 
@@ -92,7 +92,7 @@ _DEEPEST = 12  # calls between a function of torch and the handler of what it do
 
 
 def called_by(function: Callable[..., Any]) -> bool:
-    """Whether ``function`` does what is done now; by its code, which is the same under whatever name it is called."""
+    """True if ``function`` is on the stack, recognised by its code: it may be called under another name."""
     code = inspect.unwrap(function).__code__
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_DEEPEST):
@@ -129,7 +129,7 @@ def _default_handler(func: OpOverload) -> Handler:
 
 
 def call_default(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """What is done with functions of a kind."""
+    """Call the default handler of a function's kind."""
     return _default_handler(func)(func, args, kwargs)
 
 
@@ -138,7 +138,7 @@ def _refuse(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _decompose(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """A function that others make up: autograd takes it apart, and where there is none, as in inference mode, this."""
+    """Call a function through others, as autograd does; without autograd, as in inference mode, this does it."""
     return func.decompose(*args, **kwargs)
 
 

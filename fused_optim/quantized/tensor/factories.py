@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def _plain(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """As of a plain tensor of the same shape, dtype and device, without decoding it."""
+    """Create a plain tensor with the weight's shape, dtype and device, without decoding it."""
     source: Decodable = args[0]
     like = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
     return func(like, *args[1:], **{**kwargs, "device": kwargs.get("device") or source.device})

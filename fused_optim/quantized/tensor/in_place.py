@@ -1,6 +1,7 @@
-"""What in-place operations do to quantized weights: they change the initial values, or raise.
+"""In-place operations on quantized weights: they change the initial values, or raise.
 
-Also those that write into several tensors or into ``out``, and those on views. ``copy_`` works without initial values.
+This includes operations that write into several tensors or into ``out``, and those on views. ``copy_`` works without
+initial values.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Place:
-    """Where the values of ``target`` are written: plain ``memory``.
+    """The plain ``memory`` that values of ``target`` are written to.
 
-    ``copies``: what is copied into what afterwards, until it has arrived in the weight's initial values.
+    ``copies``: (from, to) pairs to copy afterwards, until the values are in the weight's initial values.
     """
 
     target: Decodable
@@ -49,12 +50,12 @@ def place_of(target: Decodable, is_result: bool = False, is_copy: bool = False) 
     assert initial is not None
     copies = []
     if initial.is_contiguous():
-        memory = shown.of(initial.view(shown.weight.shape))
+        memory = shown.apply_to(initial.view(shown.weight.shape))
     elif shown.covers_weight and shown.shape == shown.weight.shape:  # all of some columns
         memory = initial.view(shown.shape)
     else:  # some of them
         whole = initial.contiguous()
-        memory, copies = shown.of(whole.view(shown.weight.shape)), [(whole, initial)]
+        memory, copies = shown.apply_to(whole.view(shown.weight.shape)), [(whole, initial)]
     if is_result or is_copy:
         apart = torch.empty_like(memory) if is_result else memory.clone()
         memory, copies = apart, [(apart, memory), *copies]
@@ -63,11 +64,15 @@ def place_of(target: Decodable, is_result: bool = False, is_copy: bool = False) 
 
 @implements(OperatorKind.MUTABLE, of=Decodable)
 def change(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """Any function of torch that writes into its arguments. Raises RuntimeError before it has changed a weight."""
+    """Call a function that writes into its arguments. Raises RuntimeError before it has changed a weight."""
     places: list[Place] = []
     arguments = func._schema.arguments
     by_position = [_given(func, *pair, places) for pair in zip(arguments, args, strict=False)]
-    by_name = {each.name: _given(func, each, kwargs[each.name], places) for each in arguments if each.name in kwargs}
+    by_name = {
+        argument.name: _given(func, argument, kwargs[argument.name], places)
+        for argument in arguments
+        if argument.name in kwargs
+    }
     result = func(*by_position, **by_name)
     for place in places:
         if place.memory.shape != place.target.shape:
@@ -79,7 +84,7 @@ def change(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _given(func: OpOverload, argument: torch.Argument, value: Any, places: list[Place], is_copy: bool = False) -> Any:
-    """What ``func`` gets for a value: places, which are noted, for weights that it writes into."""
+    """The argument for ``func``: plain memory, noted in ``places``, if it writes into a weight; else decoded values."""
     if argument.alias_info is None or not argument.alias_info.is_write:
         return decoded(value)
     if isinstance(value, list | tuple):
@@ -92,7 +97,7 @@ def _given(func: OpOverload, argument: torch.Argument, value: Any, places: list[
 
 
 def _are_apart(tensors: Sequence[Any]) -> bool:
-    """Whether no weight is written through two of them, one of which would not see what the other has done."""
+    """True if these tensors are of different weights; otherwise a write through one would not see the other's."""
     weights = [id(located(each).weight.whole.components) for each in tensors if isinstance(each, Decodable)]
     return len(set(weights)) == len(weights)
 
@@ -101,11 +106,11 @@ def _check(func: OpOverload, target: Decodable) -> None:
     weight = located(target).weight
     if torch.Tag.inplace_view in func.tags:
         raise RuntimeError(f"{weight.prefix}{func} cannot change the shape of a quantized weight in place")
-    what = f"{weight.prefix}{func} cannot change a quantized weight in place"
+    problem = f"{weight.prefix}{func} cannot change a quantized weight in place"
     if isinstance(weight, nn.Parameter) and weight.grad is not None:
-        raise RuntimeError(f"{what} that has a gradient: it is updated by FusedAdam")
+        raise RuntimeError(f"{problem} that has a gradient: it is updated by FusedAdam")
     if torch.compiler.is_compiling():
-        raise RuntimeError(f"{what} in compiled code, whose graphs decode it only")
+        raise RuntimeError(f"{problem} in compiled code, whose graphs decode it only")
     weight.check_has_initial(str(func))
 
 
@@ -122,7 +127,7 @@ def _copy(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         target.weight.copy_(values.reshape(target.weight.shape))
         return target
     check_takes_copies(target.weight)
-    shown = is_shown(target.weight, values, target.of)
+    shown = is_shown(target.weight, values, target.apply_to)
     ensure_initial(target.weight, torch.float32)
     place = place_of(target)
     place.memory.copy_(values if shown is None else torch.where(shown, place.memory, values))

@@ -1,6 +1,6 @@
-"""What torch's operations do with quantized weights: copies, views, collectives, rows that are looked up.
+"""torch's operations on quantized weights: copies, views, collectives, embedding lookups.
 
-Whatever has no handler here or in ``compute/mm.py`` sees a plain tensor that is decoded for it.
+An operation without a handler here or in ``fp8/mm.py`` sees a plain tensor that is decoded for it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _pin_memory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 
 def shared_of_shard(source: QuantizedTensor, shape: tuple[int, ...]) -> Shared:
-    """FSDP2 asks a weight for memory for as many rows as every rank gets, and for padding a shard for more."""
+    """The shared state of a new shard. FSDP2 asks a weight for as many rows as every rank gets, padding included."""
     rows, size, known = source.weight_shape[0], shape[0], source.position
     position = Position(
         known.rows_before if size == rows else source.recipe.block_rows - 1,
@@ -126,7 +126,7 @@ def check_takes_copies(target: QuantizedTensor) -> None:
 
 
 def _same_bytes(source: Tensor, target: QuantizedTensor) -> TypeGuard[QuantizedTensor]:
-    """Whether the source is a weight whose components mean the same values in the target."""
+    """True if the source is a weight whose components mean the same values in the target."""
     return (
         isinstance(source, QuantizedTensor)
         and target.recipe.same_format(source.recipe)
@@ -156,13 +156,13 @@ def _copy_components(target: QuantizedTensor, source: QuantizedTensor) -> None:
 
 
 def _rescales(target: QuantizedTensor, source: QuantizedTensor) -> bool:
-    """Whether bytes bring a scale of the whole weight that is not that of the bytes which are there."""
+    """True if the source's tensor-wide scale differs from that of the bytes in the target."""
     pairs = zip(target.of_whole_weight(), source.of_whole_weight(), strict=True)
     return any(bool(ours.any()) and not torch.equal(ours, theirs.to(ours.device)) for ours, theirs in pairs)
 
 
 def _copy_values(target: QuantizedTensor, source: Tensor) -> None:
-    """Quantizes, except where that needs the values of other shards: then the values are kept until it can be done."""
+    """Quantize plain values. If that needs values of other shards, keep them until it can be done."""
     values = source.dequantize(torch.float32) if isinstance(source, QuantizedTensor) else source
     values = dense(values.to(target.device))
     partial = target.cut_from is not None or target.shared.shard
@@ -187,8 +187,8 @@ def cut(
     """
     shape = tensor.weight_shape
     if tensor.is_rearranged or dim > 1:
-        what = "flat or transposed views" if dim < 2 else f"shape {tuple(shape)} in dim {dim}"
-        raise RuntimeError(f"{tensor.prefix}quantized weights can be cut in dims 0 and 1 only, not {what}")
+        lines = "flat or transposed views" if dim < 2 else f"shape {tuple(shape)} in dim {dim}"
+        raise RuntimeError(f"{tensor.prefix}quantized weights can be cut in dims 0 and 1 only, not {lines}")
     problem = _cut_problem(tensor, dim, start, end, trims)
     if problem is not None:
         ranks = ", ".join(map(str, tensor.recipe.fitting_ranks(tuple(shape), dim)))
@@ -248,7 +248,7 @@ def _split_with_sizes(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _split_at(func: OpOverload, args: Args, kwargs: Kwargs, starts: Sequence[int], dim: int) -> Any:
-    """For ranks as their shards, or an error; for users as views of any kind."""
+    """The parts of a weight: shards if torch makes them for ranks, or an error; else views of any kind."""
     tensor: QuantizedTensor = args[0]
     cuts = list(zip(starts, [*starts[1:], tensor.shape[dim]], strict=True))
     if not torch_makes_weights():

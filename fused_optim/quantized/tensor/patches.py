@@ -1,9 +1,9 @@
-"""What is replaced in torch, from the first quantized weight on. Importing this package replaces nothing.
+"""Replacements in torch, made for the first quantized weight; importing this package replaces nothing.
 
-Each serves a case in which torch asks no tensor: where it takes a tensor for what it is to gather, or waits for plain
-ones. Full tensors and full state dicts are plain, on any number of ranks. What ranks gather of quantized weights is
-decoded for them, but torch takes shortcuts where nothing is to be gathered: one rank has all of a weight, or every rank
-has. And state dicts of models that are not sharded may be broadcast, to ranks that wait for plain tensors.
+Each serves a case in which torch asks no tensor: it takes a tensor for what it is to gather, or waits for plain ones.
+Full tensors and full state dicts are plain, on any number of ranks. What ranks gather of quantized weights is decoded
+for them, but torch takes shortcuts if nothing is to be gathered: one rank has all of a weight, or every rank has. And
+state dicts of models that are not sharded may be broadcast, to ranks that wait for plain tensors.
 
 ``w.new_zeros(rows, columns)`` may be FSDP2 that pads a shard, or a user who makes an adapter's weight.
 ``w.chunk(2, 1)`` may be a cut between ranks, which has to be possible, or between gates, which may be any view. The
@@ -46,7 +46,7 @@ _torch_makes_weights = ContextVar("torch_makes_weights", default=False)
 
 @functools.cache
 def install() -> None:
-    """Replace them, once."""
+    """Replace torch's functions, once."""
     DTensor.redistribute = _redistribute(DTensor.redistribute)  # type: ignore[method-assign]
     state_dict._gather_state_dict = _gather_state_dict(state_dict._gather_state_dict)
     _state_dict_utils._broadcast_tensors = _broadcast_tensors(_state_dict_utils._broadcast_tensors)
@@ -68,7 +68,7 @@ def install() -> None:
 
 
 def torch_makes_weights() -> bool:
-    """Whether torch makes a weight's own shards and copies now, so that tensors like a weight are weights."""
+    """True while torch makes a weight's own shards and copies, so that tensors like a weight are weights."""
     return _torch_makes_weights.get()
 
 

@@ -108,7 +108,7 @@ class QuantizedTensor(Weight):
         return self.components["data"].data_ptr() if asked_by("accelerate") else 0
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Of no bytes. How many there are is what transformers asks, by a function of safetensors, before it writes."""
+        """A storage of no bytes. Raises if transformers asks for its size, through safetensors, before it writes."""
         if sys._getframe(1).f_code.co_qualname == "storage_size":
             raise self._not_for_safetensors()
         return torch.UntypedStorage(0, device=self.device)
@@ -160,7 +160,7 @@ class QuantizedTensor(Weight):
         return rebuild, (kept, *described, *flags, *cut)
 
     def __tensor_flatten__(self) -> tuple[list[str], Context]:
-        """Without initial values: graphs decode, and would otherwise be compiled again when these are freed."""
+        """The components without initial values: graphs decode, and would be compiled again when these are freed."""
         names = []
         for part in self.recipe.components:
             names.append(f"_{part.name}")
@@ -181,7 +181,7 @@ class QuantizedTensor(Weight):
 
     @classmethod
     def __metadata_guard__(cls, compiled: Context, other: Context) -> bool:
-        """Whether a graph that was compiled for one weight can be used for another, in terms of ``__tensor_flatten__``.
+        """True if a graph that was compiled for one weight can be used for another, in terms of ``__tensor_flatten__``.
 
         Names do not matter. How recipes compute does, though they compare equal, and so does that pending ones raise.
         """
@@ -190,7 +190,10 @@ class QuantizedTensor(Weight):
         return same_recipe and same_state and compiled[1:-1] == other[1:-1]
 
     def _stable_hash_for_caching(self) -> str:
-        """What torch's caches of compiled graphs know a weight by. Names do not matter, the code of the graphs does."""
+        """The key of a weight in torch's caches of compiled graphs.
+
+        Names do not matter, the code of the graphs does.
+        """
         recipe, *others, shared = self.__tensor_flatten__()[1]
         parts = [(name, part.dtype, tuple(part.shape), str(part.device)) for name, part in self.components.items()]
         described = (repr(recipe), others, shared.pending, parts, self.requires_grad, _sources())
@@ -200,7 +203,7 @@ class QuantizedTensor(Weight):
 
     @_Hook
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], all_gather.Gathered]:
-        """FSDP2's hook: what is gathered of this shard. Bytes of data and scales, padded as FSDP2 pads shards."""
+        """FSDP2's hook: the tensors to gather of this shard, bytes of data and scales, padded as FSDP2 pads shards."""
         self.check_cut_by_rows()
         self.check_quantized()
         rows, ranks, before = self.padded_rows, mesh.size(), self.shared.position.gathered or 0
@@ -224,9 +227,13 @@ class QuantizedTensor(Weight):
             all_gather.refresh(outputs, metadata, weight.components)
             return None
         gathered, made = all_gather.outputs(outputs, metadata)
-        own = {name: part for name, part in self.components.items() if name != INITIAL}  # histories are not gathered
+        kept_components = {
+            name: part for name, part in self.components.items() if name != INITIAL
+        }  # histories are not gathered
         shared = Shared(name=self.shared.name, source=self, position=Position(metadata.rows_before))
-        return QuantizedTensor({**own, **gathered}, self.recipe, metadata.shape, param_dtype, shared=shared), made
+        return QuantizedTensor(
+            {**kept_components, **gathered}, self.recipe, metadata.shape, param_dtype, shared=shared
+        ), made
 
 
 class Initials:
@@ -236,7 +243,7 @@ class Initials:
         self._weights = [(weight, weight.shared, weight.whole.components) for weight in weights]
 
     def mark_updated(self) -> None:
-        """:meth:`QuantizedTensor.mark_updated` of each."""
+        """Call :meth:`QuantizedTensor.mark_updated` of each weight that has initial values."""
         for weight, shared, components in self._weights:
             if shared.pending or shared.discard or INITIAL in components:
                 weight.mark_updated()
@@ -269,7 +276,7 @@ def rebuild(
     shard: bool,
     position: tuple[int, bool] = (0, False),
 ) -> Tensor:
-    """What a pickled ``QuantizedTensor`` is made of. Raises ValueError for a recipe of a newer version."""
+    """Rebuild a pickled ``QuantizedTensor``. Raises ValueError for a recipe of a newer version."""
     if recipe not in RECIPES:
         raise ValueError(f"unknown recipe {recipe!r} of a quantized tensor; known are {', '.join(RECIPES)}")
     shared = Shared(shard=shard, position=Position(*position))
@@ -298,7 +305,7 @@ def as_initial(values: Tensor) -> Tensor:
 def implements(
     *functions: OpOverload | OperatorKind, of: type[Decodable] = QuantizedTensor
 ) -> Callable[[Handler], Handler]:
-    """Registers what a class does with these functions."""
+    """Register a handler for these functions of a class."""
 
     def register(handler: Handler) -> Handler:
         of.handlers.update(dict.fromkeys(functions, handler))

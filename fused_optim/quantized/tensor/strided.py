@@ -1,7 +1,7 @@
-"""Views of quantized weights that their components have none for: of columns, diagonals, other dims, parts of blocks.
+"""Strided views of quantized weights that components cannot express: columns, diagonals, other dims, parts of blocks.
 
-Such a view knows where its elements lie among those of the weight, decodes the rows that it touches when it is read,
-and writes into the weight what is written into it.
+Such a view knows the places of its elements in the weight. Reading it decodes the rows that it touches; writing into it
+writes into the weight.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class WeightView(Decodable):
         return self
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        return self.of(self.weight.dequantize(dtype))
+        return self.apply_to(self.weight.dequantize(dtype))
 
-    def of(self, values: Tensor) -> Tensor:
-        """The view of ``values``, which is shaped as the weight and contiguous, that this is of the weight."""
+    def apply_to(self, values: Tensor) -> Tensor:
+        """The same view of ``values``, which are shaped as the weight and contiguous."""
         return values.as_strided(self.shape, self.stride(), values.storage_offset() + self.storage_offset())
 
     @property
     def covers_weight(self) -> bool:
-        """Whether it only shapes all elements of the weight in another way."""
+        """True if it shows all elements of the weight in order, in another shape."""
         return self.numel() == self.weight.numel() and self.is_contiguous()
 
     # What needs the memory of a tensor gets that of a copy, or an error.
@@ -112,17 +112,17 @@ def located(tensor: Decodable) -> WeightView:
 
 @implements(OperatorKind.VIEW, of=Decodable)
 def view(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """What torch's function of views gives of a weight. Raises TypeError for views as another dtype."""
+    """Apply torch's view function to a weight. Raises TypeError for views as another dtype."""
     tensor: Decodable = args[0]
     whole = located(tensor)
     whole.weight.release_if_frozen()
     # Where elements lie is left to torch, which finds it without any.
     elements = torch.empty(whole.weight.shape, dtype=tensor.dtype, device="meta")
-    shown = func(whole.of(elements), *args[1:], **kwargs)
+    shown = func(whole.apply_to(elements), *args[1:], **kwargs)
     several = shown if isinstance(shown, list | tuple) else [shown]
-    if not all(each.untyped_storage()._cdata == elements.untyped_storage()._cdata for each in several):
+    if not all(shown_part.untyped_storage()._cdata == elements.untyped_storage()._cdata for shown_part in several):
         return call_decoded(func, args, kwargs)  # reshape and its like may copy
-    views = [_shows(whole.weight, each, func) for each in several]
+    views = [_shows(whole.weight, shown_part, func) for shown_part in several]
     return views if isinstance(shown, list | tuple) else views[0]
 
 
@@ -140,7 +140,7 @@ def _shows(weight: QuantizedTensor, shown: Tensor, func: OpOverload) -> WeightVi
 
 
 def _touched_rows(weight: QuantizedTensor, shown: Tensor) -> tuple[int, int]:
-    """The first of the rows that hold its elements, and the one after the last; whole blocks of rows."""
+    """(first, last + 1) of the rows that hold the view's elements, rounded to whole blocks."""
     rows, columns = as_matrix(weight.shape)
     if not shown.numel():
         return 0, rows

@@ -36,15 +36,15 @@ INITIAL_COMPONENT = Component(INITIAL, torch.float32, (1, 1))
 
 @dataclass(slots=True)
 class Shared:
-    """What all views of a weight know together.
+    """State that all views of a weight share.
 
     ``pending``: initial values were changed and not quantized since. ``discard``: they are to be freed once quantized.
     ``has_optimizer``: one updates the parameter. ``shard``: other ranks hold parts of the weight. ``columns_cut``:
     FSDP2 has cut it by columns. ``in_layer``: a ``QuantizedLinear`` has it, as far as is known. ``name``: of the
-    parameter, for messages. ``source``: the shard, where this was gathered. ``position``: where all that shares this
-    lies in the weight. ``loaded``: the parts of a pending weight that bytes were copied into since; once these are all
-    of it, it is pending no more. ``before``: the codes and scales that it had before plain values were written into it
-    beside an optimizer's master: they tell what was written from what was not.
+    parameter, for messages. ``source``: the shard, if this was gathered. ``position``: of everything that shares this,
+    in the weight. ``loaded``: the parts of a pending weight that bytes were copied into since; once these are all of
+    it, it is pending no more. ``before``: the codes and scales that it had before plain values were written into it
+    beside an optimizer's master: they tell written elements from others.
     """
 
     pending: bool = False
@@ -61,7 +61,7 @@ class Shared:
 
 
 class Weight(Decodable):
-    """What a :class:`QuantizedTensor` consists of and knows of itself. No other class is made of this."""
+    """Base of :class:`QuantizedTensor`, its only subclass: its components and state."""
 
     recipe: Recipe
     components: Components  # initial values are those of what this is a part of
@@ -124,7 +124,7 @@ class Weight(Decodable):
         initial: torch.dtype | None = None,
         shared: Shared | None = None,
     ) -> Self:
-        """One that decodes to zeros; with initial values of dtype ``initial`` if that is given."""
+        """A tensor that decodes to zeros; with initial values of dtype ``initial`` if that is given."""
         check_recipe(recipe)
         check_shape(recipe, shape)
         check_dtype(dtype)
@@ -193,7 +193,7 @@ class Weight(Decodable):
         )
 
     def shared_of_copy(self) -> Shared:
-        """A copy of what was split off for a rank is a shard."""
+        """The shared state of a copy; a copy of a part that was split off for a rank is a shard."""
         position = replace(self.position, rows=None)
         return replace(self.shared, source=None, position=position, shard=self.is_shard, loaded=(), before=None)
 
@@ -201,7 +201,7 @@ class Weight(Decodable):
 
     @property
     def rows_before(self) -> int:
-        """How many rows of its first block of several rows come before it."""
+        """The number of rows of its first block that come before it."""
         return (self.shared.position.rows_before + self._start) % self.recipe.block_rows
 
     @property
@@ -214,12 +214,12 @@ class Weight(Decodable):
 
     @property
     def is_shard(self) -> bool:
-        """Whether other ranks hold, or are to hold, parts of the weight."""
+        """True if other ranks hold, or are to hold, parts of the weight."""
         return self.shared.shard or self.rank_position is not None
 
     @property
     def has_whole_blocks(self) -> bool:
-        """Whether no row of its blocks lies elsewhere: on other ranks, or in the weight that it is cut from."""
+        """True if all rows of its blocks are here, not on other ranks or in the rest of the weight it is cut from."""
         block_rows, position = self.recipe.block_rows, self.shared.position
         if block_rows == 1 or self.rows_before or position.shares_blocks:
             return block_rows == 1
@@ -228,13 +228,13 @@ class Weight(Decodable):
 
     @property
     def _rows_of_whole(self) -> int:
-        """Of what this is a part of, without padding."""
+        """Rows of the weight that this is a part of, without padding."""
         rows = self.shared.position.rows
         return self.whole.weight_shape[0] if rows is None else rows
 
     @property
     def _region(self) -> Region:
-        """Which part of that it is, as a matrix."""
+        """The region of this part in the whole weight, as a matrix."""
         first, last, cut = 0, as_matrix(self.weight_shape)[1], self.cut_from
         while cut is not None:
             of, dim, start, _ = cut
@@ -248,11 +248,11 @@ class Weight(Decodable):
 
     @property
     def is_part(self) -> bool:
-        """Whether there is more of the weight here, but for padding."""
+        """True if there is more of the weight here, padding aside."""
         return self.cut_from is not None and self._region != self._everything
 
     def take_position(self, position: Position) -> None:
-        """Become the shard that lies there; its memory was made for one that touches as many blocks as possible."""
+        """Become the shard at this position; its memory was made for one that touches as many blocks as possible."""
         whole, known = self.whole, self.shared.position
         assert not known.known and self._start == 0
         self.shared.position = replace(position, gathered=known.gathered, rows=self.weight_shape[0])
@@ -292,7 +292,7 @@ class Weight(Decodable):
 
     @property
     def before(self) -> Components | None:
-        """Of :class:`Shared`, for this part."""
+        """:attr:`Shared.before`, cut to this part."""
         if self.cut_from is None:
             return self.shared.before
         whole, dim, start, end = self.cut_from
@@ -311,7 +311,7 @@ class Weight(Decodable):
 
     @property
     def stored_bytes(self) -> int:
-        """What the components and initial values take; ``nbytes`` is what plain values would."""
+        """Bytes of the components and initial values; ``nbytes`` is that of plain values."""
         return sum(part.nbytes for part in self.parts.values())
 
     def discard_high_precision_init(self) -> None:
@@ -326,13 +326,13 @@ class Weight(Decodable):
 
     @property
     def whole(self) -> Weight:
-        """What this is a part of; itself if it is none."""
+        """The tensor that this is a part of; itself if it is none."""
         return self if self.cut_from is None else self.cut_from[0].whole
 
     def release(self) -> None:
-        """No master is going to start from the initial values: free them as soon as they are quantized.
+        """Free initial values as soon as they are quantized: no master is going to start from them.
 
-        Except where an optimizer holds the parameter, and on the meta device, where they are still to be made.
+        Not if an optimizer holds the parameter, nor on the meta device, where they are still to be made.
         """
         if self.shared.has_optimizer or self.is_meta:
             return
@@ -342,7 +342,7 @@ class Weight(Decodable):
             self.discard_high_precision_init()
 
     def release_if_frozen(self) -> None:
-        """:meth:`release` where this is used as a parameter that is frozen."""
+        """:meth:`release` if this is used as a frozen parameter."""
         weight = self if self.shared.source is None else self.shared.source
         if weight.has_initial and isinstance(self, torch.nn.Parameter) and not self.requires_grad:
             weight.release()
@@ -382,13 +382,13 @@ class Weight(Decodable):
         self.mark_quantized()
 
     def forget_scales(self) -> None:
-        """Before values that have nothing to do with the earlier ones: histories of scales start anew."""
+        """Zero tensor-wide scales and histories, before values that have nothing to do with the earlier ones."""
         for part in self.of_whole_weight():
             part.zero_()
 
     @property
     def is_rearranged(self) -> bool:
-        """Whether this is a view with its dims swapped, or of all elements in one dim."""
+        """True for a view with its dims swapped, or of all elements in one dim."""
         return self.is_transposed or self.is_flat
 
     @property
@@ -397,22 +397,22 @@ class Weight(Decodable):
         return f"{self.shared.name}: " if self.shared.name else ""
 
     def mark_quantized(self) -> None:
-        """The data was quantized from the initial values as they are, or from later ones."""
+        """Note that the data was quantized from the initial values as they are, or from later ones."""
         self.shared.pending, self.shared.loaded = False, ()
         if self.shared.discard:
             self.discard_high_precision_init()
 
     def mark_updated(self) -> None:
-        """Later values than the initial ones were quantized, which are not wanted any more."""
+        """Note that later values than the initial ones were quantized, and free the latter."""
         self.mark_quantized()
         self.discard_high_precision_init()
 
     def mark_pending(self) -> None:
-        """Initial values were changed: they are what the weight decodes to until they are quantized."""
+        """Note that initial values were changed: the weight decodes to them until they are quantized."""
         self.shared.pending, self.shared.loaded = True, ()
 
     def mark_loaded(self) -> None:
-        """Bytes were copied here, and into the initial values if there are any."""
+        """Note that bytes were copied here, and into the initial values if there are any."""
         if not self.is_pending:
             return
         self.shared.loaded = joined(self.shared.loaded, self._region)
@@ -421,7 +421,7 @@ class Weight(Decodable):
 
     @property
     def is_pending(self) -> bool:
-        """Whether plain values were written and not quantized since."""
+        """True if plain values were written and not quantized since."""
         return self.shared.pending and self.numel() > 0 and not self.is_meta
 
     def check_quantized(self) -> None:
@@ -437,7 +437,7 @@ class Weight(Decodable):
 
     @property
     def is_freed(self) -> bool:
-        """Whether its memory was given back, as FSDP2 does with gathered weights after their use."""
+        """True if its memory was given back, as FSDP2 does with gathered weights after their use."""
         data = self.components["data"]
         return data.numel() > 0 and not data.is_meta and data.untyped_storage().size() == 0
 
@@ -446,7 +446,7 @@ class Weight(Decodable):
             raise RuntimeError(f"{self.prefix}the data of this quantized weight has been freed")
 
     def check_components(self, names: Sequence[str]) -> None:
-        """Raise where these were freed or replaced, and their memory is no place for this weight any more."""
+        """Raise ValueError if these were freed or replaced, so that their memory is no longer this weight's."""
         self.check_not_freed()
         for component in self.recipe.components if self.numel() else ():
             part = self.components[component.name]

@@ -35,7 +35,7 @@ def ensure_initial(weight: Weight, dtype: torch.dtype) -> Tensor:
 
 
 def write_initial(weight: Weight, values: Tensor) -> Tensor:
-    """Plain values of this tensor's shape become its initial values; what is to be quantized."""
+    """Store plain values of this tensor's shape as its initial values. Returns the values to be quantized."""
     values = values.detach().reshape(weight.weight_shape)
     dtype, shown = values.dtype if values.is_floating_point() else torch.float32, is_shown(weight, values)
     initial = ensure_initial(weight, dtype)
@@ -46,9 +46,9 @@ def write_initial(weight: Weight, values: Tensor) -> Tensor:
 
 
 def is_shown(weight: Weight, values: Tensor, of: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor | None:
-    """Where values that are written are what the weight shows for others, written before; None where it cannot be.
+    """Mask of written values that are only the weight's own decoded values of earlier writes; these elements stay.
 
-    There what was written before stays. ``of``: the part of the weight's values that they are written into.
+    None if no such writes are known. ``of``: the part of the weight's values that they are written into.
     """
     if weight.before is None or weight.is_pending:
         return None
@@ -61,9 +61,9 @@ def _equals(values: Tensor, decoded: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def keep_plain(weight: Weight, values: Tensor) -> None:
-    """Take plain values of this tensor's shape as initial values, to be quantized by ``finish_initialization``.
+    """Store plain values as initial values, to be quantized by ``finish_initialization``.
 
-    Where the tensor has none, they are freed then.
+    If the tensor had none, they are freed then.
     """
     write_initial(weight, values)
     weight.mark_pending()
@@ -71,7 +71,7 @@ def keep_plain(weight: Weight, values: Tensor) -> None:
 
 
 def take_before(weight: Weight, source: Weight) -> None:
-    """Become its copy as to what was written into it, in new memory of FSDP2's."""
+    """Copy ``before`` from the source of a copy, into FSDP2's new memory."""
     known = source.before
     if known is not None and weight.shared.before is None:
         weight.shared.before = _codes(weight.whole)

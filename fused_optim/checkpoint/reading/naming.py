@@ -1,11 +1,10 @@
-"""How a checkpoint may differ from the model that it is loaded into: names, and what only one of them has."""
+"""Options of a load, names in the checkpoint and in the model, and the differences between the two."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
 
 from fused_optim.options.checks import some_of
 from fused_optim.sharding.collective import unwrapped_name
@@ -14,32 +13,48 @@ Rename = Mapping[str, str] | Callable[[str], str]
 
 
 @dataclass(frozen=True)
-class Leeway:
-    """``partial``: shell patterns of the model's names that may lack their match. ``rename``: see :class:`Naming`."""
+class LoadOptions:
+    """Checked options of a load, see :meth:`Checkpointer.load`.
+
+    ``partial``: shell patterns of the model's names that may lack their match; ``("*",)`` for ``strict=False``.
+    """
 
     partial: tuple[str, ...] = ()
     rename: Rename | None = None
+    without: frozenset[str] = frozenset()
+    model_only: bool = False
+    dry_run: bool = False
 
     @classmethod
-    def of(cls, strict: bool, partial: Iterable[str], rename: Rename | None) -> Leeway:
-        """Raises TypeError for what is no list of patterns, and no mapping or function."""
+    def checked(
+        cls,
+        strict: bool,
+        partial: Iterable[str],
+        rename: Rename | None,
+        without: Iterable[str] = (),
+        model_only: bool = False,
+        dry_run: bool = False,
+    ) -> LoadOptions:
+        """Raises TypeError for ``partial`` or ``without`` that are no lists, and for a ``rename`` of another type."""
+        if without is None or isinstance(without, str):
+            raise TypeError(f"without: expected a list of names of extras, got {without!r}")
         is_list = isinstance(partial, Iterable) and not isinstance(partial, str)
         patterns = tuple(partial) if is_list else ()
         if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
             raise TypeError(f"partial: expected a list of names or patterns such as ['head.*'], got {partial!r}")
         if rename is not None and not isinstance(rename, Mapping) and not callable(rename):
             raise TypeError(f"rename: expected a mapping or a function of names, got {type(rename).__name__}")
-        return cls(patterns if strict else ("*",), rename)
+        return cls(patterns if strict else ("*",), rename, frozenset(without), model_only, dry_run)
 
     def admits(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.partial)
 
 
 class Naming:
-    """What a checkpoint's names are in the model: those of wrapped and compiled models, and renamed ones.
+    """The model's name for a checkpoint's name, which may be of a wrapped or compiled model, or was renamed.
 
-    ``rename`` has names of the checkpoint's parameters or modules and what they are called in the model, the longest
-    match counts; or is a function from one to the other.
+    ``rename`` maps names of the checkpoint's parameters or modules to the model's, the longest match counts; or it is a
+    function from one to the other.
     """
 
     def __init__(self, known: Iterable[str] = (), rename: Rename | None = None) -> None:
@@ -64,7 +79,11 @@ class Naming:
         if self._rename is None:
             return saved
         if not isinstance(self._rename, Mapping):
-            return _name(self._called(saved), saved)
+            try:
+                new = self._rename(saved)
+            except Exception as error:
+                raise ValueError(f"rename: it failed for {saved!r}: {type(error).__name__}: {error}") from error
+            return _name(new, saved)
         parts = saved.split(".")
         for count in range(len(parts), -1, -1):
             before = ".".join(parts[:count])
@@ -73,16 +92,9 @@ class Naming:
                 return ".".join([*([new] if new else []), *parts[count:]])
         return saved
 
-    def _called(self, saved: str) -> Any:
-        assert callable(self._rename)
-        try:
-            return self._rename(saved)
-        except Exception as error:
-            raise ValueError(f"rename: it failed for {saved!r}: {type(error).__name__}: {error}") from error
-
     @property
     def renamed(self) -> dict[str, str]:
-        """What was noted and is called otherwise: the model's name by the checkpoint's."""
+        """The noted names that differ: the model's name by the checkpoint's."""
         return {saved: name for name, saved in sorted(self._saved.items()) if saved != name and name in self.known}
 
 
@@ -94,7 +106,10 @@ def _name(given: object, saved: str) -> str:
 
 @dataclass(frozen=True)
 class Differences:
-    """Between a checkpoint and what it was loaded into, by the model's names. Empty where it fits."""
+    """The differences between a checkpoint and the model or optimizer, by the model's names.
+
+    False if there are none.
+    """
 
     new: tuple[str, ...] = ()  # not in the checkpoint, they stayed as they were
     removed: tuple[str, ...] = ()  # only in the checkpoint
@@ -118,4 +133,4 @@ class Differences:
         return any(self._lists.values())
 
     def __str__(self) -> str:
-        return ", ".join(f"{len(names)} {what} ({some_of(names)})" for what, names in self._lists.items() if names)
+        return ", ".join(f"{len(names)} {kind} ({some_of(names)})" for kind, names in self._lists.items() if names)
