@@ -135,6 +135,10 @@ class StateLayout:
                 return spec.kind
         return Kind.MASTER
 
+    def is_encoded(self, state: str) -> bool:
+        """True if a state needs its scales, or a master its parameter, to be decoded."""
+        return self.format(state).scaled or (state == MASTER and self.master.is_remainder)
+
     def scale(self, state: str) -> Tensor | None:
         """The scales of one state, as a view; None where it has none."""
         first, blocks = 0, self.geometry.blocks

@@ -19,21 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_optim.formats.masters import Master
 from fused_optim.formats.states import FLOAT16, SAVED_FORMATS, Kind, StateFormat
-from fused_optim.memory.layout import MASTER
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor, placed_part, rewrap_like, rewrap_rows
 from fused_optim.state.param_state import ParamState
 from fused_optim.state.remainders import check_tensor
-from fused_optim.state.values import STAGER, RowChecks, Stored, given
+from fused_optim.state.values import STAGER, RowChecks, Stored, materialize
 
 # --- saving -----------------------------------------------------------------------------------------------------
 
 
 def pack_state(states: ParamState, name: str, device: str | None) -> dict[str, Any]:
-    """A block-scaled state as a copy: bits that change under their scales, or the reverse, would be garbage."""
+    """A copy of a block-scaled state or of remainders: bits and scales of different steps would be garbage."""
     param, stored = states.param, states.stored(name)
-    assert stored.scale is not None
+    if stored.scale is None:
+        return _pack_remainder(param, stored.bits, device)
     bits = _copied(stored.bits, device)
     scale = _copied(stored.scale, device).view(bits.shape[0], _row(param) // stored.block)
     return {
@@ -44,12 +43,11 @@ def pack_state(states: ParamState, name: str, device: str | None) -> dict[str, A
     }
 
 
-def pack_remainder(states: ParamState, device: str | None) -> dict[str, Tensor]:
-    """Remainders, and what tells whether a parameter is the one that they were split from."""
-    param = states.param
-    low = _copied(local_tensor(states.tensors[MASTER]), device)
-    check = rewrap_rows(given(RowChecks(local_tensor(param).detach()), device), param)
-    if states.layout.master is Master.REMAINDER8:
+def _pack_remainder(param: Tensor, low: Tensor, device: str | None) -> dict[str, Tensor]:
+    """Remainders, and checks that recognize the parameter that they were split from."""
+    low = _copied(low, device)
+    check = rewrap_rows(materialize(RowChecks(local_tensor(param).detach()), device), param)
+    if low.dtype == torch.int8:
         return {"rem8": rewrap_like(low, param), "check": check}
     return {"rem16": rewrap_rows(low.view(torch.uint8), param), "check": check}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fused_optim.adapters import COMPARED, Update, adapter_of, equal_or_nan
-from fused_optim.formats.masters import Master, split_remainder
+from fused_optim.formats.masters import Master, MasterTensors
 from fused_optim.formats.states import FLOAT16, FLOAT32
 from fused_optim.memory import copies
 from fused_optim.memory.host_memory import host_copy
@@ -20,7 +20,7 @@ from fused_optim.memory.uploads import copy_into, moved
 from fused_optim.rule import StateSpec
 from fused_optim.sharding.dtensor import dense, is_dense, local_tensor, rewrap_like
 from fused_optim.state.remainders import LoadedRemainder
-from fused_optim.state.values import Joined, Stored, given, pieces
+from fused_optim.state.values import Joined, Stored, Values, materialize, pieces
 
 
 def master_kind(param: Tensor, master_weights: bool, remainder_bits: int | None, dtype: torch.dtype) -> Master:
@@ -91,17 +91,10 @@ class ParamState:
         return created
 
     def seed_master(self, value: Tensor) -> None:
-        """Set the master from the parameter's local FP32 ``value``; the parameter stays as it is.
-
-        An FP16 master may lack bits of elements that are 2^-32 or less of their block's largest.
-        """
-        if self.layout.master is Master.FLOAT16:
-            self.write(MASTER, value)
-        elif self.layout.master.is_remainder:
-            copies.wait()
-            local_tensor(self.tensors[MASTER]).zero_()  # to split NaN would give it other bits
-        elif self.layout.master is not Master.PARAMETER:
-            self.write_master(value)
+        """Set the master from the parameter's local FP32 ``value``; the parameter stays as it is."""
+        copies.wait()
+        for master, piece in self._master_pieces(value, None):
+            self.layout.master.codec.seed(master, piece)
 
     def import_external(self, given: Mapping[str, Any]) -> None:
         """Fill these new states with those that someone else has made, or has moved here from another parameter.
@@ -189,18 +182,20 @@ class ParamState:
         return found
 
     def stored(self, name: str) -> Stored:
-        """A state, or an FP16 master, as it is kept."""
+        """A state or a separate master, undecoded."""
         bits, layout = local_tensor(self.tensors[name]), self.layout
         return Stored(bits, layout.scale(name), layout.kind(name), layout.format(name), layout.geometry.block)
 
-    def joined(self) -> Joined:
-        """The local values of a master of which remainders are kept; read where these are."""
-        return Joined(local_tensor(self.tensors[MASTER]), self._local())
+    def values(self, name: str) -> Values:
+        """Reader of a state or a stored master."""
+        if name == MASTER and self.layout.master.is_remainder:
+            return Joined(local_tensor(self.tensors[MASTER]), self._local())
+        return self.stored(name)
 
     def read(self, name: str, device: str | None = None) -> Tensor:
-        """Local FP32 values of a state, or of an FP16 master: a new tensor on ``device`` unless the state is FP32."""
-        stored = self.stored(name)
-        return stored.bits if stored.bits.dtype == torch.float32 else stored.read(device)
+        """Local FP32 values of a state or a stored master: itself if it is FP32, else a new tensor on ``device``."""
+        tensor = local_tensor(self.tensors[name])
+        return tensor if tensor.dtype == torch.float32 else self.values(name).read(device)
 
     def converted(self, layout: StateLayout) -> ParamState:
         """The same values in other formats. States in their format already, and the master, keep their bits."""
@@ -216,8 +211,9 @@ class ParamState:
 
     def unscaled(self, name: str, device: str | None) -> Tensor:
         """The values of :meth:`read`, placed as the parameter; the state itself if it is FP32."""
-        stored = self.stored(name)
-        return self.tensors[name] if stored.format is FLOAT32 else rewrap_like(given(stored, device), self.param)
+        if self.tensors[name].dtype == torch.float32:
+            return self.tensors[name]
+        return rewrap_like(materialize(self.values(name), device), self.param)
 
     def write(self, name: str, value: Tensor | Stored) -> None:
         """Encode local FP32 values into a state, or an FP16 master, rounding to nearest; or copy what is stored."""
@@ -229,44 +225,36 @@ class ParamState:
 
     def read_master(self, device: str | None = None) -> Tensor:
         """Local FP32 values of the master: itself where it is an FP32 tensor, else a new one on ``device``."""
-        if self.layout.master is Master.PARAMETER:
-            return read_parameter(self.param)
-        master = local_tensor(self.tensors[MASTER])
-        if self.layout.master is Master.FLOAT32:
-            return master
-        if self.layout.master is Master.FLOAT16:
-            return self.read(MASTER, device)
-        return self.joined().read(device)
+        return read_parameter(self.param) if self.layout.master is Master.PARAMETER else self.read(MASTER, device)
 
     def write_master(self, value: Tensor) -> list[Update]:
         """Set the master from local FP32 values, and the parameter from the master.
 
-        Returns what is still to be written, with that of all other parameters at once: quantized parameters.
+        Returns the update of a quantized parameter, to be written with those of all other parameters at once.
         """
         copies.wait()
-        if self.layout.master.is_remainder:
-            self._split_master(value)
-            return []
-        local = local_tensor(self.param.detach())
-        value = dense(moved(value, local.device).float())
-        if self.layout.master is Master.FLOAT32:
-            local_tensor(self.tensors[MASTER]).copy_(value)
-        elif self.layout.master is Master.FLOAT16:
-            self.write(MASTER, value)
-            value = self.read(MASTER)
+        local = self._local()
         if adapter_of(self.param) is not None:
+            value = dense(moved(value, local.device).float())
+            if self.layout.master is not Master.PARAMETER:
+                self.write(MASTER, value)
+                value = self.read(MASTER)
             return [Update(self.param, value)]
-        local.copy_(value)
+        param = dense(local)
+        for master, piece in self._master_pieces(value, param):
+            self.layout.master.codec.write(master, piece)
+        if param is not local:
+            local.copy_(param)
         return []
 
-    def _split_master(self, value: Tensor) -> None:
-        """Piece by piece: splitting takes many times the memory of what is split."""
-        local, flat = self._local(), dense(value).view(-1)
-        high, low = torch.empty_like(local, memory_format=torch.contiguous_format), local_tensor(self.tensors[MASTER])
+    def _master_pieces(self, value: Tensor, param: Tensor | None) -> Iterator[tuple[MasterTensors, Tensor]]:
+        """The master's tensors and local ``value`` in FP32, piece by piece: codecs need many times the memory."""
+        device, block, flat = self._local().device, self.layout.geometry.block, dense(value).view(-1)
+        tensors, scale = (param, self.tensors.get(MASTER)), self.layout.scale(MASTER)
         for piece in pieces(flat.numel()):
-            source = moved(flat[piece], local.device).float()
-            high.view(-1)[piece], low.view(-1)[piece] = split_remainder(source, self.layout.master)
-        local.copy_(high)
+            high, stored = (None if tensor is None else local_tensor(tensor).view(-1)[piece] for tensor in tensors)
+            scales = None if scale is None else scale[piece.start // block : -(-piece.stop // block)]
+            yield MasterTensors(high, stored, scales, block), moved(flat[piece], device).float()
 
     def write_remainder(self, loaded: LoadedRemainder) -> None:
         """Set the master from loaded remainders. The parameter has its high bits, or will have where they are kept."""
@@ -302,10 +290,8 @@ class ParamState:
             written = initial_master(self.param)
             master = torch.where(adapter.is_master(self.param, master, written), master, written)
             adapter.discard_initial(self.param)
-        if self.layout.master is Master.FLOAT16:
+        if adapter is not None or self.layout.master is Master.FLOAT16:
             self.write(MASTER, master)
-        elif adapter is not None:
-            local_tensor(self.tensors[MASTER]).copy_(master)
         self.record_versions()
 
     def record_versions(self) -> None:

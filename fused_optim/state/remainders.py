@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fused_optim.adapters import adapter_of
-from fused_optim.formats.masters import Master, join_remainder
+from fused_optim.formats.masters import Master, MasterTensors
 from fused_optim.sharding.dtensor import cut_by_rows, dense, full_tensor, has_values, local_tensor, placed_part
 
 PIECE = 2**20  # elements coded at a time: the codecs' temporaries take about 100 bytes for each; a multiple of BLOCKS
@@ -73,7 +73,8 @@ class LoadedRemainder:
     def master(self, param: Tensor) -> Tensor:
         """The local FP32 master, for a parameter that has the high bits in whatever dtype."""
         local = local_tensor(param.detach())
-        return join_remainder(local.to(torch.bfloat16), self.bits(local.shape).to(local.device))
+        low = self.bits(local.shape).to(local.device)
+        return self.kind.codec.read(MasterTensors(local.to(torch.bfloat16), low, None, 0))
 
 
 def misfits(loaded: Iterable[tuple[Tensor, LoadedRemainder]]) -> list[LoadedRemainder]:

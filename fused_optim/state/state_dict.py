@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_map_only
 from fused_optim import adapters
 from fused_optim.adapters import Update
 from fused_optim.formats.dtypes import as_dtype
-from fused_optim.formats.masters import Master
 from fused_optim.formats.states import Kind
 from fused_optim.memory import copies
 from fused_optim.memory.layout import MASTER, STEP
@@ -31,7 +30,7 @@ from fused_optim.options.checks import check_checkpoint_device, check_checkpoint
 from fused_optim.options.reading import FLAGS, CheckpointDevice, CheckpointFormat, read_group
 from fused_optim.rule import Rule, StateSpec
 from fused_optim.sharding.collective import any_rank, failing_together
-from fused_optim.sharding.dtensor import cut_by_rows, local_tensor, placed_part, rewrap_like
+from fused_optim.sharding.dtensor import cut_by_rows, local_tensor, placed_part
 from fused_optim.state.given import warn_of_earlier_steps, whole_step
 from fused_optim.state.groups import (
     DESCRIPTION,
@@ -44,7 +43,7 @@ from fused_optim.state.groups import (
     description,
     saved_group,
 )
-from fused_optim.state.native import check_packed, pack_remainder, pack_state, unpack_state
+from fused_optim.state.native import check_packed, pack_state, unpack_state
 from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.remainders import (
     LoadedRemainder,
@@ -54,7 +53,7 @@ from fused_optim.state.remainders import (
     unpack_remainder,
 )
 from fused_optim.state.store import StateStore
-from fused_optim.state.values import Stored, given
+from fused_optim.state.values import Stored
 
 CANNOT_LOAD_ELSEWHERE = "another rank cannot load its part of the state dict; its error says why"
 # What learning-rate schedulers keep in param groups, beside their `initial_...`.
@@ -119,19 +118,11 @@ def converted(states: ParamState, options: Options) -> dict[str, Any]:
     layout, native = states.layout, options.form == "native"
     packed = native and cut_by_rows(states.param)
     out: dict[str, Any] = dict(states.tensors)
-    for spec, fmt in zip(layout.specs, layout.formats, strict=True):
-        if packed and fmt.scaled:
-            out[spec.name] = pack_state(states, spec.name, options.device)
-        elif fmt.scaled or not native:
-            out[spec.name] = states.unscaled(spec.name, options.device)
-    if layout.master is Master.FLOAT16:
-        pack = pack_state if packed else ParamState.unscaled
-        out[MASTER] = pack(states, MASTER, options.device)
-    elif layout.master.is_remainder:
-        if packed:
-            out[MASTER] = pack_remainder(states, options.device)
-        elif layout.master is Master.REMAINDER8 or not options.int16_remainders:
-            out[MASTER] = rewrap_like(given(states.joined(), options.device), states.param)
+    for name, dtype in layout.dtypes().items():
+        if packed and layout.is_encoded(name):
+            out[name] = pack_state(states, name, options.device)
+        elif (layout.is_encoded(name) or not native) and not (dtype == torch.int16 and options.int16_remainders):
+            out[name] = states.unscaled(name, options.device)
     return out
 
 

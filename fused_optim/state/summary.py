@@ -22,13 +22,6 @@ from fused_optim.state.host_states import may_be_offloaded
 from fused_optim.state.param_state import ParamState
 from fused_optim.state.store import StateStore
 
-_MASTERS = {
-    Master.PARAMETER: "none",
-    Master.FLOAT32: "float32",
-    Master.REMAINDER16: "16-bit remainder",
-    Master.REMAINDER8: "8-bit remainder",
-    Master.FLOAT16: "float16",
-}
 _EXAMPLES = 3  # names of parameters under each fallback
 
 
@@ -119,7 +112,7 @@ class _Described:
         return {
             "parameter": type(local).__name__ if quantized else _name(self.param.dtype),
             **{spec.name: fmt.name for spec, fmt in zip(self.layout.specs, self.layout.formats, strict=True)},
-            "master": _MASTERS[self.layout.master],
+            "master": self.layout.master.codec.name,
             "backend": backend_of(local),
             "device": str(local.device),
             "states": str(self.layout.scales.device),
@@ -206,7 +199,7 @@ def _fallbacks_of(store: StateStore, each: _Described) -> Iterator[tuple[str, st
             yield name, wanted, actual, _why_unblocked(each.param)
     asked = store.settings.asked_master
     if asked is not None and each.layout.master is not asked:
-        yield MASTER, _MASTERS[asked], _MASTERS[each.layout.master], _why_other_master(each.param, asked)
+        yield MASTER, asked.codec.name, each.layout.master.codec.name, _why_other_master(each.param, asked)
     device = local_tensor(each.param).device
     if store.offloading.is_on and adapter_of(each.param) is not None and may_be_offloaded(each.param):
         what = MASTER if each.layout.offloaded else "states"
@@ -270,7 +263,7 @@ def short_description(name: str, store: StateStore) -> str:
         shown = found if len(found) <= _EXAMPLES else [*found[:_EXAMPLES], "..."]
         parts.append(f"{key}={' | '.join(shown)}")
     if (asked := store.settings.asked_master) is not None:
-        parts.append(f"masters={_MASTERS[asked]}")
+        parts.append(f"masters={asked.codec.name}")
     return f"{name}({', '.join(parts)})"
 
 

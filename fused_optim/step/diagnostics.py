@@ -20,10 +20,9 @@ from fused_optim.adapters import adapter_of
 from fused_optim.backends.torch_reference import derive
 from fused_optim.decorators import with_denormals
 from fused_optim.formats.arithmetic import MASK32
-from fused_optim.formats.elements import ROTATING
-from fused_optim.formats.masters import Master, join_remainder, split_remainder
-from fused_optim.formats.rounding import finalize, master_rounding, rounding_bits, rounding_key
-from fused_optim.formats.states import FLOAT16, Kind, StateFormat, decode_state, encode_state
+from fused_optim.formats.masters import Master, MasterTensors
+from fused_optim.formats.rounding import finalize, rounding_bits, rounding_key
+from fused_optim.formats.states import Kind, StateFormat, decode_state, encode_state
 from fused_optim.memory.layout import MASTER
 from fused_optim.options.checks import check_states, check_update, describe
 from fused_optim.rule import Hyper, Rule, Scalars
@@ -31,6 +30,7 @@ from fused_optim.sharding.collective import failing_together
 from fused_optim.sharding.dtensor import Geometry, dense, finished_local, local_tensor, sharding_dims
 from fused_optim.state.param_state import ParamState
 from fused_optim.state.store import StateStore
+from fused_optim.state.values import Stored
 from fused_optim.step.agreement import Agreement, CollectivesOfRank
 from fused_optim.step.diagnosed_matrices import sigma_errors
 from fused_optim.step.plan import placed_as
@@ -158,38 +158,32 @@ class _Sample(NamedTuple):
     elements: Tensor
     u: Tensor
 
-    def values(self, name: str) -> Tensor:
-        """Of a state, or of an FP16 master, in FP32."""
+    def stored(self, name: str) -> Stored:
+        """The elements of a state or a stored master, undecoded."""
         stored = self.states.stored(name)
         bits, scale = _at(stored.bits, self.elements), stored.scale
         if scale is not None:
             scale = _at(scale, self.elements[:: stored.block] // stored.block)
-        return replace(stored, bits=bits, scale=scale).read()
+        return replace(stored, bits=bits, scale=scale)
 
     def master(self) -> Tensor:
-        """In FP32."""
-        kind, tensors = self.states.layout.master, self.states.tensors
-        if kind is Master.FLOAT16:
-            return self.values(MASTER)
-        if kind is Master.FLOAT32:
-            return _at(tensors[MASTER], self.elements)
-        local, adapter = local_tensor(self.states.param.detach()), adapter_of(self.states.param)
-        high = _at(local if adapter is None else adapter.values(local), self.elements)
-        return high.float() if kind is Master.PARAMETER else join_remainder(high, _at(tensors[MASTER], self.elements))
+        """FP32 values of the master."""
+        kind, param, adapter = self.states.layout.master, None, adapter_of(self.states.param)
+        if not kind.is_separate:
+            local = local_tensor(self.states.param.detach())
+            param = _at(local if adapter is None else adapter.values(local), self.elements)
+        stored = None if kind is Master.PARAMETER else self.stored(MASTER)
+        bits, scale = (None, None) if stored is None else (stored.bits, stored.scale)
+        return kind.codec.read(MasterTensors(param, bits, scale, self.states.layout.geometry.block))
 
     def rounded_master(self, before: Tensor, after: Tensor) -> Tensor | None:
-        """What the step makes of the new master. None for quantized parameters without one: their library knows."""
-        kind, block, param = self.states.layout.master, self.states.layout.geometry.block, self.states.param
-        if kind is Master.REMAINDER8:
-            return join_remainder(*split_remainder(after, kind, self.u))
-        if kind is Master.FLOAT16:
-            bits, scale = encode_state(after, Kind.MASTER, FLOAT16, block, master_rounding(before, after, self.u))
-            return decode_state(bits, scale, Kind.MASTER, FLOAT16, block)
-        if kind is not Master.PARAMETER:
-            return after
-        if adapter_of(param) is not None:
+        """The new master as the step rounds it; None if a quantized parameter without one is rounded by its library."""
+        layout, param = self.states.layout, self.states.param
+        if layout.master is Master.PARAMETER and adapter_of(param) is not None:
             return None
-        return ROTATING[param.dtype](after, self.u).float() if param.dtype in ROTATING else after
+        codec = layout.master.codec
+        fractions = codec.fractions(before, after, self.u)
+        return codec.read(codec.encode(after, param.dtype, layout.geometry.block, fractions))
 
 
 def _at(tensor: Tensor, places: Tensor) -> Tensor:
@@ -244,7 +238,7 @@ def _empty_row(rule: Rule, device: torch.device) -> Tensor:
 def _row(sample: _Sample, grad: Tensor, rule: Rule, scalars: Scalars) -> Tensor:
     layout, before = sample.states.layout, sample.master()
     grad = _at(grad, sample.elements).float()
-    after, values = rule.update(scalars)(grad, before, [sample.values(spec.name) for spec in layout.specs])
+    after, values = rule.update(scalars)(grad, before, [sample.stored(spec.name).read() for spec in layout.specs])
     moved = lost = torch.zeros_like(before, dtype=torch.bool)
     rounded = sample.rounded_master(before, after)
     if rounded is not None and scalars.step_size != 0.0:
