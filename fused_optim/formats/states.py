@@ -18,7 +18,7 @@ BLOCKS = (128, 64, 32)
 
 
 class Kind(enum.IntEnum):
-    """What the values of a state are, which decides how 8-bit and 16-bit formats encode them."""
+    """Kinds of values, which 8-bit and 16-bit formats encode differently."""
 
     SIGNED = 0  # averages of gradients: of either sign
     SQUARE = 1  # averages of squares: what is positive never becomes 0

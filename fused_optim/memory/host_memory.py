@@ -58,7 +58,7 @@ class HostBuffers:
         return self._shaped
 
 
-def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def empty_host(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """An uninitialised tensor in host memory; a large one is in huge pages, made by whoever writes to them first."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _HUGE:

@@ -28,8 +28,8 @@ def master_kind(param: Tensor, master_weights: bool, remainder_bits: int | None,
     adapter = adapter_of(param)
     quantized = adapter is not None
     if adapter is not None and not master_weights and (reason := adapter.needs_master(param)):
-        what = f"a {type(local_tensor(param)).__name__} of shape {tuple(param.shape)}"
-        raise ValueError(f"master_bits=0: {what} needs a master: {reason}; use master_bits=32 (master_weights=True)")
+        weight = f"a {type(local_tensor(param)).__name__} of shape {tuple(param.shape)}"
+        raise ValueError(f"master_bits=0: {weight} needs a master: {reason}; use master_bits=32 (master_weights=True)")
     if not master_weights or (param.dtype == torch.float32 and not quantized):
         return Master.PARAMETER
     if remainder_bits is None or param.dtype != torch.bfloat16 or quantized:
@@ -39,10 +39,10 @@ def master_kind(param: Tensor, master_weights: bool, remainder_bits: int | None,
 
 def offloadable(param: Tensor, specs: Sequence[StateSpec], master: Master) -> tuple[str, ...]:
     """States that may lie in host memory: no masters of quantized weights, nor states beside FP16 masters of these."""
-    own = tuple(spec.name for spec in specs)
+    names = tuple(spec.name for spec in specs)
     if adapter_of(param) is None:
-        return (*own, MASTER)
-    return () if master is Master.FLOAT16 else own
+        return (*names, MASTER)
+    return () if master is Master.FLOAT16 else names
 
 
 def read_parameter(param: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def discard_initial(param: Tensor) -> None:
 
 @dataclass(frozen=True)
 class ParamState:
-    """A parameter, ``optimizer.state[param]``, and what is known of these tensors."""
+    """A parameter, ``optimizer.state[param]``, and the layout of these tensors."""
 
     param: Tensor
     tensors: dict[str, Tensor]
@@ -140,9 +140,9 @@ class ParamState:
 
     def place_states(self, offloaded: bool) -> None:
         """Move states that were copied or unpickled into page-locked memory again, or to the parameter's device."""
-        layout, own = self.layout, [name for name in self.layout.names if name in self.tensors]
+        layout, names = self.layout, [name for name in self.layout.names if name in self.tensors]
         device = local_tensor(self.param).device
-        for name in own:
+        for name in names:
             if offloaded and name in layout.offloaded:
                 self.tensors[name] = self._locked(self.tensors[name])
             else:
@@ -162,24 +162,24 @@ class ParamState:
             )
 
     def _fits(self, name: str, value: Any, dtype: torch.dtype | None) -> bool:
-        """Whether a state that was made elsewhere can be kept itself."""
+        """True if a state that was made elsewhere can be used itself."""
         if not isinstance(value, Tensor):
             return False
-        local, found = local_tensor(self.param), local_tensor(value)
+        local, values = local_tensor(self.param), local_tensor(value)
         alike = isinstance(value, DTensor) == isinstance(self.param, DTensor)
-        alike = alike and (name in self.layout.offloaded or found.device == local.device)
-        return alike and found.dtype == dtype and found.shape == local.shape and is_dense(found)
+        alike = alike and (name in self.layout.offloaded or values.device == local.device)
+        return alike and values.dtype == dtype and values.shape == local.shape and is_dense(values)
 
     def _checked_values(self, name: str, value: Tensor) -> Tensor:
-        local, found = local_tensor(self.param), local_tensor(value)
-        codes = found.dtype == torch.float16 and self.layout.format(name) is FLOAT16
-        if found.shape != local.shape or not found.is_floating_point() or codes:
+        local, values = local_tensor(self.param), local_tensor(value)
+        codes = values.dtype == torch.float16 and self.layout.format(name) is FLOAT16
+        if values.shape != local.shape or not values.is_floating_point() or codes:
             raise TypeError(
                 f"{name} was made elsewhere: expected a floating-point tensor of local shape {tuple(local.shape)}, got "
-                f"{found.dtype} {tuple(found.shape)}; codes without their scales are no values: move them by "
+                f"{values.dtype} {tuple(values.shape)}; codes without their scales are no values: move them by "
                 "get_unscaled_state() and set_scaled_state()"
             )
-        return found
+        return values
 
     def stored(self, name: str) -> Stored:
         """A state or a separate master, undecoded."""
@@ -203,11 +203,11 @@ class ParamState:
         for spec, fmt in zip(layout.specs, layout.formats, strict=True):
             zeros = state_zeros(self.param, like.shape, fmt.dtype(spec.kind), spec.name in layout.offloaded)
             tensors[spec.name] = rewrap_like(zeros, self.param)
-        found = ParamState(self.param, tensors, replace(layout, versions=self.layout.versions))
+        states = ParamState(self.param, tensors, replace(layout, versions=self.layout.versions))
         for name in layout.names:
             if name != MASTER or layout.master is Master.FLOAT16:
-                found.write(name, self.stored(name))
-        return found
+                states.write(name, self.stored(name))
+        return states
 
     def unscaled(self, name: str, device: str | None) -> Tensor:
         """The values of :meth:`read`, placed as the parameter; the state itself if it is FP32."""
@@ -283,9 +283,9 @@ class ParamState:
         if adapter is None:
             parts = zip(*(x.reshape(-1).split(COMPARED) for x in (master, self._local())), strict=True)
             for kept, written in parts:
-                own = kept.to(written.device)
-                rounded = own.to(written.dtype)
-                kept.copy_(torch.where(equal_or_nan(rounded, written), own, written.float()))
+                master_there = kept.to(written.device)
+                rounded = master_there.to(written.dtype)
+                kept.copy_(torch.where(equal_or_nan(rounded, written), master_there, written.float()))
         else:
             written = initial_master(self.param)
             master = torch.where(adapter.is_master(self.param, master, written), master, written)
@@ -295,14 +295,14 @@ class ParamState:
         self.record_versions()
 
     def record_versions(self) -> None:
-        """Remember the parameter as what belongs to the master now."""
+        """Remember that the parameter is the rounded master now."""
         if self.layout.master.is_separate:
-            self.layout.versions = Versions.of(self.param)
+            self.layout.versions = Versions.read(self.param)
 
     @property
     def is_written(self) -> bool:
-        """Whether someone else has written the parameter since :meth:`record_versions`."""
-        return self.layout.master.is_separate and self.layout.versions != Versions.of(self.param)
+        """True if someone else has written the parameter since :meth:`record_versions`."""
+        return self.layout.master.is_separate and self.layout.versions != Versions.read(self.param)
 
     def _local(self) -> Tensor:
         return local_tensor(self.param).detach()
@@ -310,6 +310,6 @@ class ParamState:
     @property
     def nbytes(self) -> int:
         """Bytes that this rank holds: moments, master and scales."""
-        own = [self.tensors[name] for name in self.layout.dtypes() if name in self.tensors]
-        tensors = [*map(local_tensor, own), self.layout.scales]
+        stored = [self.tensors[name] for name in self.layout.dtypes() if name in self.tensors]
+        tensors = [*map(local_tensor, stored), self.layout.scales]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

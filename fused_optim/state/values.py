@@ -1,4 +1,4 @@
-"""What the values of saved states are made of: stored tensors, and how to read them.
+"""Values of saved states: the stored tensors, and how to read them.
 
 A state dict may hold the values, or a :class:`LazyTensor` that makes them when it is written to disk, from copies of
 the stored tensors. So a save moves no more bytes than are stored, and GPUs convert nothing.

@@ -44,7 +44,7 @@ class Encoded:
         self._form = form
 
     def entries(self) -> Iterator[tuple[Place, Entry]]:
-        """What is to be written, by its place in the parameter's states. Nothing is read yet."""
+        """Entries to write, by place in the parameter's states. Nothing is read yet."""
         created = self._created("meta")
         for place, value in _flat(self._form(created)):
             if not isinstance(value, Tensor):
@@ -62,7 +62,7 @@ class Encoded:
         return place[0] in self._states and created.layout.dtypes().get(place[0]) == torch.float32
 
     def parameter(self) -> Tensor:
-        """As it belongs to the master."""
+        """The BF16 parameter that the remainders complete."""
         created = self._created("cpu")
         created.write_master(self._states[MASTER].values())
         return created.param

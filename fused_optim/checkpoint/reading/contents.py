@@ -20,7 +20,7 @@ from fused_optim.checkpoint.reading.leeway import Naming
 from fused_optim.checkpoint.reading.source import Source
 from fused_optim.checkpoint.storage.nested import Path, assembled, path_after, setting_after
 from fused_optim.known_rules import ALL_STATES, rule_of
-from fused_optim.memory.host_memory import room
+from fused_optim.memory.host_memory import empty_host
 from fused_optim.memory.layout import MASTER, STEP
 
 AMSGRAD = "max_exp_avg_sq"
@@ -99,7 +99,9 @@ def sort_contents(source: Source, contents: Contents) -> None:
     lists = {match["number"]: key for key, text in texts.items() if (match := _PARAMS.fullmatch(text))}
     source.check(texts)  # before memory is reserved
     infos = {key: source.entries[key] for key in texts}
-    values = source.read({key: None if info is None else room(info.shape, info.dtype) for key, info in infos.items()})
+    values = source.read(
+        {key: None if info is None else empty_host(info.shape, info.dtype) for key, info in infos.items()}
+    )
     contents.is_numbered = any(type(id_) is int for key in lists.values() for id_ in values[key])
     _sort_states(source, contents)
     found: dict[str, dict[Path, Any]] = {}
@@ -150,7 +152,9 @@ def read_entries(source: Source, prefix: str) -> dict[Any, Any]:
     first = f"{prefix}{ENTRIES}"
     keys = [key for key in source.entries if key == first or key.startswith(f"{first}.")]
     infos = {key: source.entries[key] for key in keys}
-    values = source.read({key: None if info is None else room(info.shape, info.dtype) for key, info in infos.items()})
+    values = source.read(
+        {key: None if info is None else empty_host(info.shape, info.dtype) for key, info in infos.items()}
+    )
     places = {key: path_after(source.place(key), key.removeprefix(prefix)) for key in keys}
     return dict(assembled({places[key]: value for key, value in values.items()}).get(ENTRIES, ()))
 

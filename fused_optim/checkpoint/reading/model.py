@@ -13,7 +13,7 @@ from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
 from fused_optim.checkpoint.reading.leeway import Differences, Leeway, Naming
 from fused_optim.checkpoint.reading.source import TensorInfo
 from fused_optim.checkpoint.storage.nested import Path, assembled, flat, path_after
-from fused_optim.memory.host_memory import room
+from fused_optim.memory.host_memory import empty_host
 from fused_optim.options.checks import some_of
 
 _PREFIX, _STATES = "model.", "optimizer.state."
@@ -145,7 +145,7 @@ class ModelLoader:
             return None
         if isinstance(current, Tensor) and (not self._is_whole(name) or (*current.shape,) == info.shape):
             return current
-        return room(info.shape, info.dtype)
+        return empty_host(info.shape, info.dtype)
 
     def _is_whole(self, name: str) -> bool:
         """Whether it is an extra state, which may be of any structure."""

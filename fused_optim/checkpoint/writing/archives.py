@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.backends.checksum import crc32
-from fused_optim.memory.host_memory import memory_of, room
+from fused_optim.memory.host_memory import empty_host, memory_of
 
 Write = Callable[[Any], object]
 
@@ -54,7 +54,7 @@ class Archives:
 
     def prepare(self, dtype: torch.dtype, shape: torch.Size) -> None:
         """Let torch show what stands around the values of such a tensor before one is saved."""
-        self.save(room(shape, dtype), lambda content: None)
+        self.save(empty_host(shape, dtype), lambda content: None)
 
     def save(self, tensor: Tensor, write: Write) -> None:
         """Hand the bytes to ``write``, piece by piece. Of a view those of what it shows alone."""

@@ -27,7 +27,7 @@ from fused_optim.checkpoint.storage.folders import Folder, retried, to_disk
 from fused_optim.checkpoint.storage.threads import threads
 from fused_optim.checkpoint.writing.archives import Archives
 from fused_optim.checkpoint.writing.planner import size_of
-from fused_optim.memory.host_memory import room
+from fused_optim.memory.host_memory import empty_host
 from fused_optim.state.values import LazyTensor, Values
 
 _FILE_BYTES = 1 << 24  # that make one more file worth while
@@ -136,7 +136,7 @@ class _OfThread(threading.local):
         """Valid until the next call."""
         nbytes = values.shape.numel() * values.dtype.itemsize
         if nbytes > self._memory.nbytes:
-            self._memory = room((nbytes,), torch.uint8)
+            self._memory = empty_host((nbytes,), torch.uint8)
         out = self._memory[:nbytes].view(values.dtype).view(values.shape)
         values.read_into(out)
         return out
