@@ -15,13 +15,13 @@ from fused_optim.formats.states import Kind, StateFormat
 
 def decode_state(bits: Tensor, scale: Tensor | None, kind: Kind, fmt: StateFormat, block: int, out: Tensor) -> bool:
     """Into ``out``, FP32 and as many elements. False where nothing was done: the reference has to."""
-    found = [tensor for tensor in (bits, scale, out) if tensor is not None]
+    tensors = [tensor for tensor in (bits, scale, out) if tensor is not None]
     engine = None if forced_backend() == "torch" else load_engine("cpu")[0]
     if (
         engine is None
         or fmt.code < 0
         or bits.dtype == torch.float32
-        or not all(map(_is_plain, found))
+        or not all(map(_is_plain, tensors))
         or not bits.numel()
     ):
         return False

@@ -20,5 +20,5 @@ def as_dtype(given: object) -> torch.dtype | None:
         return given
     if not isinstance(given, str):
         return None
-    found = SHORT_NAMES.get(given) or getattr(torch, given.removeprefix("torch."), None)
-    return found if isinstance(found, torch.dtype) else None
+    dtype = SHORT_NAMES.get(given) or getattr(torch, given.removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) else None

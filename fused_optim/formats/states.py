@@ -12,12 +12,13 @@ from torch import Tensor
 from fused_optim.formats import codecs
 from fused_optim.formats.dtypes import as_dtype
 from fused_optim.formats.elements import ROTATING
+from fused_optim.formats.rounding import NEAREST
 
 BLOCKS = (128, 64, 32)
 
 
 class Kind(enum.IntEnum):
-    """What the values of a state are, which decides how 8-bit and 16-bit formats encode them."""
+    """Kinds of values, which 8-bit and 16-bit formats encode differently."""
 
     SIGNED = 0  # averages of gradients: of either sign
     SQUARE = 1  # averages of squares: what is positive never becomes 0
@@ -76,12 +77,15 @@ def _stored(codes: Tensor, dtype: torch.dtype) -> Tensor:
     return codes.to(torch.int16).view(dtype) if dtype == torch.float16 else codes.to(dtype)
 
 
-def encode_state(x: Tensor, kind: Kind, fmt: StateFormat, block: int, u: Tensor) -> tuple[Tensor, Tensor | None]:
+def encode_state(
+    x: Tensor, kind: Kind, fmt: StateFormat, block: int, u: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Encode the FP32 values of a state.
 
-    ``u``: flat int64 rounding fractions of its elements. Returns the stored tensor (shaped as ``x``) and the FP32
-    scales of shape ``(blocks,)``, None for a format without scales.
+    ``u``: flat int64 rounding fractions of its elements; None rounds to nearest. Returns the stored tensor (shaped as
+    ``x``) and the FP32 scales of shape ``(blocks,)``, None for a format without scales.
     """
+    u = torch.full((x.numel(),), NEAREST, dtype=torch.int64, device=x.device) if u is None else u
     if fmt.codec is None:
         dtype = fmt.dtype(kind)
         return (ROTATING[dtype](x.reshape(-1), u).view_as(x) if dtype in ROTATING else x.to(dtype)), None

@@ -31,7 +31,7 @@ class Copy:
 
     def __post_init__(self) -> None:
         self._looking = threading.Lock()
-        self._versions: list[Versions] | None = [Versions.of(param) for _, param in self.watched]
+        self._versions: list[Versions] | None = [Versions.read(param) for _, param in self.watched]
 
     def look(self) -> None:
         """Whether someone has written a parameter since. Only the first look counts: later writes come after a wait."""
@@ -41,7 +41,7 @@ class Copy:
     def _look(self) -> None:
         if self._versions is not None:
             for (name, param), before in zip(self.watched, self._versions, strict=True):
-                now = Versions.of(param)
+                now = Versions.read(param)
                 if now.memory == before.memory and now != before:
                     self.written = self.written or name
             self._versions = None

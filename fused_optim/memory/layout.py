@@ -33,7 +33,7 @@ class Versions(NamedTuple):
     memory: weakref.ref[torch.UntypedStorage] | None
 
     @staticmethod
-    def of(param: Tensor) -> Versions:
+    def read(param: Tensor) -> Versions:
         """The versions now. The optimizer's own steps change them, too."""
         with torch._C.DisableTorchFunctionSubclass():
             local = local_tensor(param)
@@ -108,7 +108,7 @@ class StateLayout:
         return StateLayout(specs, geometry, master, formats, scales, offloaded=offloaded)
 
     def is_for(self, dtypes: Sequence[torch.dtype | str]) -> bool:
-        """Whether :meth:`create` would choose the same formats."""
+        """True if :meth:`create` would choose the same formats."""
         return self.formats == _chosen(dtypes, self.geometry)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -134,6 +134,10 @@ class StateLayout:
             if spec.name == state:
                 return spec.kind
         return Kind.MASTER
+
+    def is_encoded(self, state: str) -> bool:
+        """True if a state needs its scales, or a master its parameter, to be decoded."""
+        return self.format(state).scaled or (state == MASTER and self.master.is_remainder)
 
     def scale(self, state: str) -> Tensor | None:
         """The scales of one state, as a view; None where it has none."""

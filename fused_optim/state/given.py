@@ -25,7 +25,7 @@ from fused_optim.state.remainders import check_remainder, is_remainder, misfits,
 
 
 def is_replaced(states: Mapping[str, Any], layout: StateLayout) -> bool:
-    """Whether a load has put torch.optim.AdamW's states in place of ours: masters start anew, too."""
+    """True if a load has put torch.optim.AdamW's states in place of ours: masters start anew, too."""
     return STEP in states and not layout.dtypes().keys() <= states.keys()
 
 
@@ -45,12 +45,12 @@ def _is_foreign(value: Any, dtype: torch.dtype) -> bool:
 
 def take_foreign(states: ParamState, names: Sequence[str], who: str) -> None:
     """Keep them as this parameter's are kept. Raises TypeError or ValueError for what cannot be."""
-    given = decoded(states.param, states.layout, {name: states.tensors[name] for name in names}, who)
+    values = decoded(states.param, states.layout, {name: states.tensors[name] for name in names}, who)
     for name, dtype in states.layout.dtypes().items():
-        if name in given:
+        if name in values:
             zeros = state_zeros(states.param, states.param.shape, dtype, name in states.layout.offloaded)
             states.tensors[name] = rewrap_like(zeros, states.param)
-    states.import_external(given)
+    states.import_external(values)
 
 
 def decoded(param: Tensor, layout: StateLayout, given: Mapping[str, Any], who: str) -> dict[str, Any]:
@@ -61,14 +61,14 @@ def decoded(param: Tensor, layout: StateLayout, given: Mapping[str, Any], who: s
 def _decoded(param: Tensor, layout: StateLayout, name: str, value: Any, who: str) -> Any:
     if name not in layout.names or not isinstance(value, Mapping):
         return value
-    what, kind = f"{who}: {name}", layout.kind(name)
+    label, kind = f"{who}: {name}", layout.kind(name)
     if kind is Kind.MASTER and is_remainder(value):
-        check_remainder(param, value, what)
+        check_remainder(param, value, label)
         loaded = unpack_remainder(param, value, who)
         if misfits([(param, loaded)]):
             raise loaded.misfit()
         return loaded
-    check_packed(param, kind, value, what)
+    check_packed(param, kind, value, label)
     return unpack_state(param, kind, value)
 
 
@@ -78,30 +78,30 @@ def take_steps(groups: Sequence[Group], state: Mapping[Tensor, Any]) -> None:
     Raises TypeError or ValueError for what is no step.
     """
     for number, group in enumerate(groups):
-        what, states = f"param group {number}", [own for param in group["params"] if (own := state.get(param))]
-        if not (given := [whole_step(own[STEP], what) for own in states if STEP in own]):
+        label, states = f"param group {number}", [tensors for param in group["params"] if (tensors := state.get(param))]
+        if not (given_steps := [whole_step(tensors[STEP], label) for tensors in states if STEP in tensors]):
             continue
-        steps = [*given, *[int(group.get(STEP, 0))] * (len(states) - len(given))]
+        steps = [*given_steps, *[int(group.get(STEP, 0))] * (len(states) - len(given_steps))]
         group[STEP] = latest = max(steps)
-        for own in states:
-            own.pop(STEP, None)
-        warn_of_earlier_steps(sum(step != latest for step in steps), len(steps), f"{what}, at step {latest}")
+        for tensors in states:
+            tensors.pop(STEP, None)
+        warn_of_earlier_steps(sum(step != latest for step in steps), len(steps), f"{label}, at step {latest}")
 
 
-def whole_step(value: Any, what: str) -> int:
+def whole_step(value: Any, label: str) -> int:
     """A step as state dicts have it. Raises TypeError or ValueError for what is none."""
     value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"{what}: step: expected a number, got {type(value).__name__}")
+        raise TypeError(f"{label}: step: expected a number, got {type(value).__name__}")
     step = float(value)
     if not (step >= 0.0 and step.is_integer()):
-        raise ValueError(f"{what}: step: expected a whole number >= 0, got {value}")
+        raise ValueError(f"{label}: step: expected a whole number >= 0, got {value}")
     return int(step)
 
 
-def warn_of_earlier_steps(behind: int, count: int, what: str) -> None:
-    """Where some of the parameters were saved at other steps than those that they continue from."""
+def warn_of_earlier_steps(behind: int, count: int, label: str) -> None:
+    """Warn if ``behind`` of ``count`` parameters were saved at an earlier step than they continue from."""
     if behind:
-        text = f"{what}: {behind} of {count} parameters were saved at an earlier step than their group's latest"
+        text = f"{label}: {behind} of {count} parameters were saved at an earlier step than their group's latest"
         reason = "the step is shared by a param group, so they continue from the latest"
         warnings.warn(f"{text}; {reason}", stacklevel=callers_level())

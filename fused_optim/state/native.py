@@ -19,21 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_optim.formats.masters import Master
 from fused_optim.formats.states import FLOAT16, SAVED_FORMATS, Kind, StateFormat
-from fused_optim.memory.layout import MASTER
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor, placed_part, rewrap_like, rewrap_rows
 from fused_optim.state.param_state import ParamState
 from fused_optim.state.remainders import check_tensor
-from fused_optim.state.values import STAGER, RowChecks, Stored, given
+from fused_optim.state.values import STAGER, RowChecks, Stored, materialize
 
 # --- saving -----------------------------------------------------------------------------------------------------
 
 
 def pack_state(states: ParamState, name: str, device: str | None) -> dict[str, Any]:
-    """A block-scaled state as a copy: bits that change under their scales, or the reverse, would be garbage."""
+    """A copy of a block-scaled state or of remainders: bits and scales of different steps would be garbage."""
     param, stored = states.param, states.stored(name)
-    assert stored.scale is not None
+    if stored.scale is None:
+        return _pack_remainder(param, stored.bits, device)
     bits = _copied(stored.bits, device)
     scale = _copied(stored.scale, device).view(bits.shape[0], _row(param) // stored.block)
     return {
@@ -44,12 +43,11 @@ def pack_state(states: ParamState, name: str, device: str | None) -> dict[str, A
     }
 
 
-def pack_remainder(states: ParamState, device: str | None) -> dict[str, Tensor]:
-    """Remainders, and what tells whether a parameter is the one that they were split from."""
-    param = states.param
-    low = _copied(local_tensor(states.tensors[MASTER]), device)
-    check = rewrap_rows(given(RowChecks(local_tensor(param).detach()), device), param)
-    if states.layout.master is Master.REMAINDER8:
+def _pack_remainder(param: Tensor, low: Tensor, device: str | None) -> dict[str, Tensor]:
+    """Remainders, and checks that recognize the parameter that they were split from."""
+    low = _copied(low, device)
+    check = rewrap_rows(materialize(RowChecks(local_tensor(param).detach()), device), param)
+    if low.dtype == torch.int8:
         return {"rem8": rewrap_like(low, param), "check": check}
     return {"rem16": rewrap_rows(low.view(torch.uint8), param), "check": check}
 
@@ -74,29 +72,29 @@ def unpack_state(param: Tensor, kind: Kind, saved: Mapping[str, Any]) -> Stored 
     dtype = fmt.dtype(kind)
     bits = saved["bits"] if saved["bits"].dtype == dtype else saved["bits"].view(dtype)
     if cut_by_rows(param):
-        own, scale = placed_part(bits, param), placed_part(saved["scale"], param)
-        return Stored(own.contiguous(), scale.flatten(), kind, fmt, block)
+        local, scale = placed_part(bits, param), placed_part(saved["scale"], param)
+        return Stored(local.contiguous(), scale.flatten(), kind, fmt, block)
     stored = Stored(local_tensor(bits).contiguous(), local_tensor(saved["scale"]).flatten(), kind, fmt, block)
     return placed_part(rewrap_like(stored.read(), bits), param)
 
 
-def scaled_format(code: Any, what: str) -> StateFormat:
+def scaled_format(code: Any, label: str) -> StateFormat:
     """A format of states with scales, by its number. Raises ValueError for one that is not known."""
     fmt = SAVED_FORMATS.get(int(code))
     if fmt is None or not fmt.scaled:
-        raise ValueError(f"{what}: unknown state format {int(code)}: update fused_optim")
+        raise ValueError(f"{label}: unknown state format {int(code)}: update fused_optim")
     return fmt
 
 
-def check_packed(param: Tensor, kind: Kind, saved: Mapping[str, Any], what: str) -> None:
+def check_packed(param: Tensor, kind: Kind, saved: Mapping[str, Any], label: str) -> None:
     """Raise KeyError, TypeError or ValueError for what is no state of ``param``. No communication."""
     missing = [key for key in ("bits", "scale", "format", "block") if key not in saved]
     if missing:
-        raise KeyError(f"{what}: the state dict lacks {' and '.join(missing)} of its native form")
-    fmt, block = scaled_format(saved["format"], what), int(saved["block"])
+        raise KeyError(f"{label}: the state dict lacks {' and '.join(missing)} of its native form")
+    fmt, block = scaled_format(saved["format"], label), int(saved["block"])
     if kind is Kind.MASTER and fmt is not FLOAT16:
-        raise ValueError(f"{what}: unknown state format {fmt.number} of masters: update fused_optim")
+        raise ValueError(f"{label}: unknown state format {fmt.number} of masters: update fused_optim")
     if block <= 0 or _row(param) % block:
-        raise ValueError(f"{what}: blocks of {block} elements do not divide rows of {_row(param)}")
-    check_tensor(saved["bits"], tuple(param.shape), fmt.dtype(kind), f"{what}: bits of {fmt.name}")
-    check_tensor(saved["scale"], (param.shape[0], _row(param) // block), torch.float32, f"{what}: scale")
+        raise ValueError(f"{label}: blocks of {block} elements do not divide rows of {_row(param)}")
+    check_tensor(saved["bits"], tuple(param.shape), fmt.dtype(kind), f"{label}: bits of {fmt.name}")
+    check_tensor(saved["scale"], (param.shape[0], _row(param) // block), torch.float32, f"{label}: scale")

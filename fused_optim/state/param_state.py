@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fused_optim.adapters import COMPARED, Update, adapter_of, equal_or_nan
-from fused_optim.formats.masters import Master, split_remainder
+from fused_optim.formats.masters import Master, MasterTensors
 from fused_optim.formats.states import FLOAT16, FLOAT32
 from fused_optim.memory import copies
 from fused_optim.memory.host_memory import host_copy
@@ -20,7 +20,7 @@ from fused_optim.memory.uploads import copy_into, moved
 from fused_optim.rules import StateSpec
 from fused_optim.sharding.dtensor import dense, is_dense, local_tensor, rewrap_like
 from fused_optim.state.remainders import LoadedRemainder
-from fused_optim.state.values import Joined, Stored, given, pieces
+from fused_optim.state.values import Joined, Stored, Values, materialize, pieces
 
 
 def master_kind(param: Tensor, master_weights: bool, remainder_bits: int | None, dtype: torch.dtype) -> Master:
@@ -28,8 +28,8 @@ def master_kind(param: Tensor, master_weights: bool, remainder_bits: int | None,
     adapter = adapter_of(param)
     quantized = adapter is not None
     if adapter is not None and not master_weights and (reason := adapter.needs_master(param)):
-        what = f"a {type(local_tensor(param)).__name__} of shape {tuple(param.shape)}"
-        raise ValueError(f"master_bits=0: {what} needs a master: {reason}; use master_bits=32 (master_weights=True)")
+        weight = f"a {type(local_tensor(param)).__name__} of shape {tuple(param.shape)}"
+        raise ValueError(f"master_bits=0: {weight} needs a master: {reason}; use master_bits=32 (master_weights=True)")
     if not master_weights or (param.dtype == torch.float32 and not quantized):
         return Master.PARAMETER
     if remainder_bits is None or param.dtype != torch.bfloat16 or quantized:
@@ -39,10 +39,10 @@ def master_kind(param: Tensor, master_weights: bool, remainder_bits: int | None,
 
 def offloadable(param: Tensor, specs: Sequence[StateSpec], master: Master) -> tuple[str, ...]:
     """States that may lie in host memory: no masters of quantized weights, nor states beside FP16 masters of these."""
-    own = tuple(spec.name for spec in specs)
+    names = tuple(spec.name for spec in specs)
     if adapter_of(param) is None:
-        return (*own, MASTER)
-    return () if master is Master.FLOAT16 else own
+        return (*names, MASTER)
+    return () if master is Master.FLOAT16 else names
 
 
 def read_parameter(param: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def discard_initial(param: Tensor) -> None:
 
 @dataclass(frozen=True)
 class ParamState:
-    """A parameter, ``optimizer.state[param]``, and what is known of these tensors."""
+    """A parameter, ``optimizer.state[param]``, and the layout of these tensors."""
 
     param: Tensor
     tensors: dict[str, Tensor]
@@ -91,17 +91,10 @@ class ParamState:
         return created
 
     def seed_master(self, value: Tensor) -> None:
-        """Set the master from the parameter's local FP32 ``value``; the parameter stays as it is.
-
-        An FP16 master may lack bits of elements that are 2^-32 or less of their block's largest.
-        """
-        if self.layout.master is Master.FLOAT16:
-            self.write(MASTER, value)
-        elif self.layout.master.is_remainder:
-            copies.wait()
-            local_tensor(self.tensors[MASTER]).zero_()  # to split NaN would give it other bits
-        elif self.layout.master is not Master.PARAMETER:
-            self.write_master(value)
+        """Set the master from the parameter's local FP32 ``value``; the parameter stays as it is."""
+        copies.wait()
+        for master, piece in self._master_pieces(value, None):
+            self.layout.master.codec.seed(master, piece)
 
     def import_external(self, given: Mapping[str, Any]) -> None:
         """Fill these new states with those that someone else has made, or has moved here from another parameter.
@@ -147,9 +140,9 @@ class ParamState:
 
     def place_states(self, offloaded: bool) -> None:
         """Move states that were copied or unpickled into page-locked memory again, or to the parameter's device."""
-        layout, own = self.layout, [name for name in self.layout.names if name in self.tensors]
+        layout, names = self.layout, [name for name in self.layout.names if name in self.tensors]
         device = local_tensor(self.param).device
-        for name in own:
+        for name in names:
             if offloaded and name in layout.offloaded:
                 self.tensors[name] = self._locked(self.tensors[name])
             else:
@@ -169,38 +162,40 @@ class ParamState:
             )
 
     def _fits(self, name: str, value: Any, dtype: torch.dtype | None) -> bool:
-        """Whether a state that was made elsewhere can be kept itself."""
+        """True if a state that was made elsewhere can be used itself."""
         if not isinstance(value, Tensor):
             return False
-        local, found = local_tensor(self.param), local_tensor(value)
+        local, values = local_tensor(self.param), local_tensor(value)
         alike = isinstance(value, DTensor) == isinstance(self.param, DTensor)
-        alike = alike and (name in self.layout.offloaded or found.device == local.device)
-        return alike and found.dtype == dtype and found.shape == local.shape and is_dense(found)
+        alike = alike and (name in self.layout.offloaded or values.device == local.device)
+        return alike and values.dtype == dtype and values.shape == local.shape and is_dense(values)
 
     def _checked_values(self, name: str, value: Tensor) -> Tensor:
-        local, found = local_tensor(self.param), local_tensor(value)
-        codes = found.dtype == torch.float16 and self.layout.format(name) is FLOAT16
-        if found.shape != local.shape or not found.is_floating_point() or codes:
+        local, values = local_tensor(self.param), local_tensor(value)
+        codes = values.dtype == torch.float16 and self.layout.format(name) is FLOAT16
+        if values.shape != local.shape or not values.is_floating_point() or codes:
             raise TypeError(
                 f"{name} was made elsewhere: expected a floating-point tensor of local shape {tuple(local.shape)}, got "
-                f"{found.dtype} {tuple(found.shape)}; codes without their scales are no values: move them by "
+                f"{values.dtype} {tuple(values.shape)}; codes without their scales are no values: move them by "
                 "get_unscaled_state() and set_scaled_state()"
             )
-        return found
+        return values
 
     def stored(self, name: str) -> Stored:
-        """A state, or an FP16 master, as it is kept."""
+        """A state or a separate master, undecoded."""
         bits, layout = local_tensor(self.tensors[name]), self.layout
         return Stored(bits, layout.scale(name), layout.kind(name), layout.format(name), layout.geometry.block)
 
-    def joined(self) -> Joined:
-        """The local values of a master of which remainders are kept; read where these are."""
-        return Joined(local_tensor(self.tensors[MASTER]), self._local())
+    def values(self, name: str) -> Values:
+        """Reader of a state or a stored master."""
+        if name == MASTER and self.layout.master.is_remainder:
+            return Joined(local_tensor(self.tensors[MASTER]), self._local())
+        return self.stored(name)
 
     def read(self, name: str, device: str | None = None) -> Tensor:
-        """Local FP32 values of a state, or of an FP16 master: a new tensor on ``device`` unless the state is FP32."""
-        stored = self.stored(name)
-        return stored.bits if stored.bits.dtype == torch.float32 else stored.read(device)
+        """Local FP32 values of a state or a stored master: itself if it is FP32, else a new tensor on ``device``."""
+        tensor = local_tensor(self.tensors[name])
+        return tensor if tensor.dtype == torch.float32 else self.values(name).read(device)
 
     def converted(self, layout: StateLayout) -> ParamState:
         """The same values in other formats. States in their format already, and the master, keep their bits."""
@@ -208,16 +203,17 @@ class ParamState:
         for spec, fmt in zip(layout.specs, layout.formats, strict=True):
             zeros = state_zeros(self.param, like.shape, fmt.dtype(spec.kind), spec.name in layout.offloaded)
             tensors[spec.name] = rewrap_like(zeros, self.param)
-        found = ParamState(self.param, tensors, replace(layout, versions=self.layout.versions))
+        states = ParamState(self.param, tensors, replace(layout, versions=self.layout.versions))
         for name in layout.names:
             if name != MASTER or layout.master is Master.FLOAT16:
-                found.write(name, self.stored(name))
-        return found
+                states.write(name, self.stored(name))
+        return states
 
     def unscaled(self, name: str, device: str | None) -> Tensor:
         """The values of :meth:`read`, placed as the parameter; the state itself if it is FP32."""
-        stored = self.stored(name)
-        return self.tensors[name] if stored.format is FLOAT32 else rewrap_like(given(stored, device), self.param)
+        if self.tensors[name].dtype == torch.float32:
+            return self.tensors[name]
+        return rewrap_like(materialize(self.values(name), device), self.param)
 
     def write(self, name: str, value: Tensor | Stored) -> None:
         """Encode local FP32 values into a state, or an FP16 master, rounding to nearest; or copy what is stored."""
@@ -229,44 +225,36 @@ class ParamState:
 
     def read_master(self, device: str | None = None) -> Tensor:
         """Local FP32 values of the master: itself where it is an FP32 tensor, else a new one on ``device``."""
-        if self.layout.master is Master.PARAMETER:
-            return read_parameter(self.param)
-        master = local_tensor(self.tensors[MASTER])
-        if self.layout.master is Master.FLOAT32:
-            return master
-        if self.layout.master is Master.FLOAT16:
-            return self.read(MASTER, device)
-        return self.joined().read(device)
+        return read_parameter(self.param) if self.layout.master is Master.PARAMETER else self.read(MASTER, device)
 
     def write_master(self, value: Tensor) -> list[Update]:
         """Set the master from local FP32 values, and the parameter from the master.
 
-        Returns what is still to be written, with that of all other parameters at once: quantized parameters.
+        Returns the update of a quantized parameter, to be written with those of all other parameters at once.
         """
         copies.wait()
-        if self.layout.master.is_remainder:
-            self._split_master(value)
-            return []
-        local = local_tensor(self.param.detach())
-        value = dense(moved(value, local.device).float())
-        if self.layout.master is Master.FLOAT32:
-            local_tensor(self.tensors[MASTER]).copy_(value)
-        elif self.layout.master is Master.FLOAT16:
-            self.write(MASTER, value)
-            value = self.read(MASTER)
+        local = self._local()
         if adapter_of(self.param) is not None:
+            value = dense(moved(value, local.device).float())
+            if self.layout.master is not Master.PARAMETER:
+                self.write(MASTER, value)
+                value = self.read(MASTER)
             return [Update(self.param, value)]
-        local.copy_(value)
+        param = dense(local)
+        for master, piece in self._master_pieces(value, param):
+            self.layout.master.codec.write(master, piece)
+        if param is not local:
+            local.copy_(param)
         return []
 
-    def _split_master(self, value: Tensor) -> None:
-        """Piece by piece: splitting takes many times the memory of what is split."""
-        local, flat = self._local(), dense(value).view(-1)
-        high, low = torch.empty_like(local, memory_format=torch.contiguous_format), local_tensor(self.tensors[MASTER])
+    def _master_pieces(self, value: Tensor, param: Tensor | None) -> Iterator[tuple[MasterTensors, Tensor]]:
+        """The master's tensors and local ``value`` in FP32, piece by piece: codecs need many times the memory."""
+        device, block, flat = self._local().device, self.layout.geometry.block, dense(value).view(-1)
+        tensors, scale = (param, self.tensors.get(MASTER)), self.layout.scale(MASTER)
         for piece in pieces(flat.numel()):
-            source = moved(flat[piece], local.device).float()
-            high.view(-1)[piece], low.view(-1)[piece] = split_remainder(source, self.layout.master)
-        local.copy_(high)
+            high, stored = (None if tensor is None else local_tensor(tensor).view(-1)[piece] for tensor in tensors)
+            scales = None if scale is None else scale[piece.start // block : -(-piece.stop // block)]
+            yield MasterTensors(high, stored, scales, block), moved(flat[piece], device).float()
 
     def write_remainder(self, loaded: LoadedRemainder) -> None:
         """Set the master from loaded remainders. The parameter has its high bits, or will have where they are kept."""
@@ -295,28 +283,26 @@ class ParamState:
         if adapter is None:
             parts = zip(*(x.reshape(-1).split(COMPARED) for x in (master, self._local())), strict=True)
             for kept, written in parts:
-                own = kept.to(written.device)
-                rounded = own.to(written.dtype)
-                kept.copy_(torch.where(equal_or_nan(rounded, written), own, written.float()))
+                master_there = kept.to(written.device)
+                rounded = master_there.to(written.dtype)
+                kept.copy_(torch.where(equal_or_nan(rounded, written), master_there, written.float()))
         else:
             written = initial_master(self.param)
             master = torch.where(adapter.is_master(self.param, master, written), master, written)
             adapter.discard_initial(self.param)
-        if self.layout.master is Master.FLOAT16:
+        if adapter is not None or self.layout.master is Master.FLOAT16:
             self.write(MASTER, master)
-        elif adapter is not None:
-            local_tensor(self.tensors[MASTER]).copy_(master)
         self.record_versions()
 
     def record_versions(self) -> None:
-        """Remember the parameter as what belongs to the master now."""
+        """Remember that the parameter is the rounded master now."""
         if self.layout.master.is_separate:
-            self.layout.versions = Versions.of(self.param)
+            self.layout.versions = Versions.read(self.param)
 
     @property
     def is_written(self) -> bool:
-        """Whether someone else has written the parameter since :meth:`record_versions`."""
-        return self.layout.master.is_separate and self.layout.versions != Versions.of(self.param)
+        """True if someone else has written the parameter since :meth:`record_versions`."""
+        return self.layout.master.is_separate and self.layout.versions != Versions.read(self.param)
 
     def _local(self) -> Tensor:
         return local_tensor(self.param).detach()
@@ -324,6 +310,6 @@ class ParamState:
     @property
     def nbytes(self) -> int:
         """Bytes that this rank holds: moments, master and scales."""
-        own = [self.tensors[name] for name in self.layout.dtypes() if name in self.tensors]
-        tensors = [*map(local_tensor, own), self.layout.scales]
+        stored = [self.tensors[name] for name in self.layout.dtypes() if name in self.tensors]
+        tensors = [*map(local_tensor, stored), self.layout.scales]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

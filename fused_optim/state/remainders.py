@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fused_optim.adapters import adapter_of
-from fused_optim.formats.masters import Master, join_remainder
+from fused_optim.formats.masters import Master, MasterTensors
 from fused_optim.sharding.dtensor import cut_by_rows, dense, full_tensor, has_values, local_tensor, placed_part
 
 PIECE = 2**20  # elements coded at a time: the codecs' temporaries take about 100 bytes for each; a multiple of BLOCKS
@@ -52,8 +52,8 @@ class LoadedRemainder:
         """
         if self.checks is None:
             return None
-        own = param.detach()
-        checks = row_checks((local_tensor(own) if cut_by_rows(param) else full_tensor(own)).to(torch.bfloat16))
+        values = param.detach()
+        checks = row_checks((local_tensor(values) if cut_by_rows(param) else full_tensor(values)).to(torch.bfloat16))
         return checks if has_values(checks) else None
 
     def has_checks(self, checks: Tensor) -> bool:
@@ -73,14 +73,15 @@ class LoadedRemainder:
     def master(self, param: Tensor) -> Tensor:
         """The local FP32 master, for a parameter that has the high bits in whatever dtype."""
         local = local_tensor(param.detach())
-        return join_remainder(local.to(torch.bfloat16), self.bits(local.shape).to(local.device))
+        low = self.bits(local.shape).to(local.device)
+        return self.kind.codec.read(MasterTensors(local.to(torch.bfloat16), low, None, 0))
 
 
 def misfits(loaded: Iterable[tuple[Tensor, LoadedRemainder]]) -> list[LoadedRemainder]:
     """Remainders that cannot belong to their parameters."""
     # Every comparison waits for its GPU: not before all that takes long is queued.
-    found = [(remainder, remainder.checks_of(param)) for param, remainder in loaded]
-    return [remainder for remainder, checks in found if checks is not None and not remainder.has_checks(checks)]
+    compared = [(remainder, remainder.checks_of(param)) for param, remainder in loaded]
+    return [remainder for remainder, checks in compared if checks is not None and not remainder.has_checks(checks)]
 
 
 def row_checks(param: Tensor) -> Tensor:
@@ -90,8 +91,8 @@ def row_checks(param: Tensor) -> Tensor:
     checks = torch.empty(bits.shape[0], dtype=torch.int32, device=bits.device)
     piece = 8 * PIECE if bits.is_cuda else PIECE  # 32 MB of temporaries; launches take longer than their work
     rows = max(1, piece // max(bits.shape[1], 1))
-    for own, part in zip(checks.split(rows), bits.split(rows), strict=True):
-        own.copy_(torch.mul(part, odd).sum(1))  # modulo 2^32
+    for sums, part in zip(checks.split(rows), bits.split(rows), strict=True):
+        sums.copy_(torch.mul(part, odd).sum(1))  # modulo 2^32
     return checks
 
 
@@ -99,42 +100,42 @@ def row_checks(param: Tensor) -> Tensor:
 
 
 def is_remainder(value: Any) -> TypeGuard[Mapping[str, Any] | Tensor]:
-    """Whether a saved master is remainders: in native form, or int16 as TransformerEngine's."""
+    """True if a saved master is remainders: in native form, or int16 as TransformerEngine's."""
     if isinstance(value, Mapping):
         return bool(value) and "bits" not in value  # which FP16 masters have
     return isinstance(value, Tensor) and value.dtype == torch.int16
 
 
-def check_remainder(param: Tensor, saved: Mapping[str, Any] | Tensor, what: str) -> None:
+def check_remainder(param: Tensor, saved: Mapping[str, Any] | Tensor, label: str) -> None:
     """Raise for saved remainders that cannot be those of ``param``, whatever its values. No communication."""
     if adapter_of(param) is not None:
         raise TypeError(
-            f"{what}: remainders belong to a torch.bfloat16 parameter, this one is quantized; {_WHOLE_MASTERS}"
+            f"{label}: remainders belong to a torch.bfloat16 parameter, this one is quantized; {_WHOLE_MASTERS}"
         )
     if isinstance(saved, Tensor):
         if param.dtype != torch.bfloat16:
-            raise TypeError(f"{what}: int16 remainders belong to a torch.bfloat16 parameter")
-        check_tensor(saved, tuple(param.shape), torch.int16, what)
+            raise TypeError(f"{label}: int16 remainders belong to a torch.bfloat16 parameter")
+        check_tensor(saved, tuple(param.shape), torch.int16, label)
         return
     key = next((key for key in KINDS if key in saved), None)
     if key is None or "check" not in saved:
-        raise KeyError(f"{what}: expected rem16 or rem8, and check, got {', '.join(map(str, saved))}")
+        raise KeyError(f"{label}: expected rem16 or rem8, and check, got {', '.join(map(str, saved))}")
     dtype, longer = (torch.uint8, 2) if key == "rem16" else (torch.int8, 1)
-    check_tensor(saved[key], (*param.shape[:-1], param.shape[-1] * longer), dtype, f"{what}: {key}")
-    check_tensor(saved["check"], tuple(param.shape[:1]), torch.int32, f"{what}: check")
+    check_tensor(saved[key], (*param.shape[:-1], param.shape[-1] * longer), dtype, f"{label}: {key}")
+    check_tensor(saved["check"], tuple(param.shape[:1]), torch.int32, f"{label}: check")
 
 
-def check_tensor(value: Any, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> None:
+def check_tensor(value: Any, shape: tuple[int, ...], dtype: torch.dtype, label: str) -> None:
     """Raise TypeError or ValueError for a part of the native form that is not of this shape and dtype."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{what}: expected a tensor, got {type(value).__name__}")
+        raise TypeError(f"{label}: expected a tensor, got {type(value).__name__}")
     if value.dtype != dtype and {value.dtype, dtype} != {torch.int8, torch.uint8}:  # these two hold the same bits
         raise TypeError(
-            f"{what}: expected {dtype}, got {value.dtype}; torch.distributed.checkpoint casts to the dtypes of the "
+            f"{label}: expected {dtype}, got {value.dtype}; torch.distributed.checkpoint casts to the dtypes of the "
             "state dict that it loads into, so take that from an optimizer with the checkpoint's state formats"
         )
     if tuple(value.shape) != shape:
-        raise ValueError(f"{what}: expected shape {shape}, the state dict has {tuple(value.shape)}")
+        raise ValueError(f"{label}: expected shape {shape}, the state dict has {tuple(value.shape)}")
 
 
 def unpack_remainder(param: Tensor, saved: Mapping[str, Any] | Tensor, who: str) -> LoadedRemainder:

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_map_only
 from fused_optim import adapters
 from fused_optim.adapters import Update
 from fused_optim.formats.dtypes import as_dtype
-from fused_optim.formats.masters import Master
 from fused_optim.formats.states import Kind
 from fused_optim.memory import copies
 from fused_optim.memory.layout import MASTER, STEP
@@ -32,7 +31,7 @@ from fused_optim.options.reading import CheckpointDevice, CheckpointFormat
 from fused_optim.options.table import FLAGS, read_group
 from fused_optim.rules import RULE_KEY, Rule, StateSpec
 from fused_optim.sharding.collective import any_rank, failing_together
-from fused_optim.sharding.dtensor import cut_by_rows, local_tensor, placed_part, rewrap_like
+from fused_optim.sharding.dtensor import cut_by_rows, local_tensor, placed_part
 from fused_optim.state.given import warn_of_earlier_steps, whole_step
 from fused_optim.state.groups import (
     DESCRIPTION,
@@ -44,7 +43,7 @@ from fused_optim.state.groups import (
     description,
     saved_group,
 )
-from fused_optim.state.native import check_packed, pack_remainder, pack_state, unpack_state
+from fused_optim.state.native import check_packed, pack_state, unpack_state
 from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.remainders import (
     LoadedRemainder,
@@ -54,7 +53,7 @@ from fused_optim.state.remainders import (
     unpack_remainder,
 )
 from fused_optim.state.store import StateStore
-from fused_optim.state.values import Stored, given
+from fused_optim.state.values import Stored
 
 CANNOT_LOAD_ELSEWHERE = "another rank cannot load its part of the state dict; its error says why"
 # What learning-rate schedulers keep in param groups, beside their `initial_...`.
@@ -117,19 +116,11 @@ def converted(states: ParamState, options: Options) -> dict[str, Any]:
     layout, native = states.layout, options.form == "native"
     packed = native and cut_by_rows(states.param)
     out: dict[str, Any] = dict(states.tensors)
-    for spec, fmt in zip(layout.specs, layout.formats, strict=True):
-        if packed and fmt.scaled:
-            out[spec.name] = pack_state(states, spec.name, options.device)
-        elif fmt.scaled or not native:
-            out[spec.name] = states.unscaled(spec.name, options.device)
-    if layout.master is Master.FLOAT16:
-        pack = pack_state if packed else ParamState.unscaled
-        out[MASTER] = pack(states, MASTER, options.device)
-    elif layout.master.is_remainder:
-        if packed:
-            out[MASTER] = pack_remainder(states, options.device)
-        elif layout.master is Master.REMAINDER8 or not options.int16_remainders:
-            out[MASTER] = rewrap_like(given(states.joined(), options.device), states.param)
+    for name, dtype in layout.dtypes().items():
+        if packed and layout.is_encoded(name):
+            out[name] = pack_state(states, name, options.device)
+        elif (layout.is_encoded(name) or not native) and not (dtype == torch.int16 and options.int16_remainders):
+            out[name] = states.unscaled(name, options.device)
     return out
 
 
@@ -170,10 +161,10 @@ def check(store: StateStore, state_dict: dict[str, Any], keep: Collection[Tensor
     present = {id_: param for id_, param in params.items() if _has_any(state.get(id_, {}), names)}
     steps = []
     for index, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
-        what = f"param group {index} of the state dict"
+        label = f"param group {index} of the state dict"
         timed = names if store.rule.for_group(group).needs_step else ()
-        steps.append(group_step(saved, [state.get(id_, {}) for id_ in saved["params"]], timed, what))
-        _check_group(store, group, saved, present, steps[-1], what)
+        steps.append(group_step(saved, [state.get(id_, {}) for id_ in saved["params"]], timed, label))
+        _check_group(store, group, saved, present, steps[-1], label)
     states = {id_: state.get(id_, {}) for id_, param in params.items() if param not in keep}
     who, rules = _descriptions(groups, saved_groups), store.rules()
     for id_, saved in states.items():
@@ -205,8 +196,8 @@ def load(store: StateStore, checked: Checked) -> None:
         store.rounds_by_names = any(flags & KEYED_BY_NAMES for flags in described)
     remaining = []
     with uploading():
-        for id_, found in loaded.items():
-            remaining += _write(store, params[id_], found, misfit)
+        for id_, parts in loaded.items():
+            remaining += _write(store, params[id_], parts, misfit)
     adapters.write_loaded(remaining)
     store.is_untouched = False
     store.keep_entries(_copied(checked.users))
@@ -244,29 +235,31 @@ def _match_groups(groups: Sequence[Group], saved_groups: list[dict[str, Any]]) -
 
 def _descriptions(groups: Sequence[Group], saved_groups: list[dict[str, Any]]) -> dict[Any, str]:
     """The parameters for messages, by their ids in the state dict; with names where either side has them."""
-    found: dict[Any, str] = {}
+    descriptions: dict[Any, str] = {}
     for group, saved in zip(groups, saved_groups, strict=True):
         names = group.get("param_names") or saved.get("param_names")
         if not isinstance(names, list) or len(names) != len(group["params"]):
             names = [None] * len(group["params"])
         for id_, param, name in zip(saved["params"], group["params"], names, strict=True):
-            found[id_] = describe(param, len(found), name)
-    return found
+            descriptions[id_] = describe(param, len(descriptions), name)
+    return descriptions
 
 
-def group_step(saved: Mapping[str, Any], states: Sequence[Mapping[str, Any]], names: Collection[str], what: str) -> int:
+def group_step(
+    saved: Mapping[str, Any], states: Sequence[Mapping[str, Any]], names: Collection[str], label: str
+) -> int:
     """The group's step; where it has none, the largest of its parameters' own (torch.optim).
 
     ``states``: of the group's parameters. ``names``: of states that mean nothing without a step.
     """
     if STEP in saved:
-        return whole_step(saved[STEP], what)
-    own = [whole_step(each[STEP], what) for each in states if STEP in each]
-    if own:
-        latest = max(own)
-        warn_of_earlier_steps(sum(step != latest for step in own), len(own), f"{what}, at step {latest}")
+        return whole_step(saved[STEP], label)
+    steps = [whole_step(saved_states[STEP], label) for saved_states in states if STEP in saved_states]
+    if steps:
+        latest = max(steps)
+        warn_of_earlier_steps(sum(step != latest for step in steps), len(steps), f"{label}, at step {latest}")
         return latest
-    if any(_has_any(each, names) for each in states):
+    if any(_has_any(saved_states, names) for saved_states in states):
         raise ValueError("the state dict has states but no step, in a param group or per parameter; it is not guessed")
     return 0
 
@@ -277,18 +270,19 @@ def _check_group(
     saved: Mapping[str, Any],
     present: Mapping[Any, Tensor],
     step: int,
-    what: str,
+    label: str,
 ) -> None:
     try:
         taken = {key: saved[key] for key in taken_keys(store, group, saved)}
         check_saved_group({**group, **taken, **read_group(taken, store.defaults)}, saved, store.rule)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{what}: {error}") from error
+        raise type(error)(f"{label}: {error}") from error
     trained = [param for param in group["params"] if param.requires_grad]
     if step and trained and not any(id_ in present for id_ in saved["params"]):
         raise RuntimeError(
-            f"{what}: the state dict is at step {step} but holds no states for a param group of {len(group['params'])} "
-            "parameters; if it came through torch.distributed.checkpoint, call optimizer.zero_grad() before loading it"
+            f"{label}: the state dict is at step {step} but holds no states for a param group of "
+            f"{len(group['params'])} parameters; if it came through torch.distributed.checkpoint, call "
+            "optimizer.zero_grad() before loading it"
         )
 
 
@@ -307,11 +301,11 @@ def taken_keys(store: StateStore, group: Mapping[str, Any], saved: Mapping[str, 
     return [key for key in known if key not in (*kept, *unset)]
 
 
-def check_version(saved_groups: Iterable[Mapping[str, Any]], what: str) -> None:
+def check_version(saved_groups: Iterable[Mapping[str, Any]], label: str) -> None:
     """Raise ValueError for a newer version. One without description is another optimizer's or an older one's."""
     version = max((int(saved.get("fused_optim_version", VERSION)) for saved in saved_groups), default=VERSION)
     if version > VERSION:
-        text = f"{what} has version {version}, this fused_optim reads versions up to {VERSION}: update fused_optim"
+        text = f"{label} has version {version}, this fused_optim reads versions up to {VERSION}: update fused_optim"
         raise ValueError(text)
 
 
@@ -351,7 +345,7 @@ def _has(saved: Mapping[str, Any], key: str) -> bool:
 
 
 def _has_any(saved: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether there are an optimizer's states; all others are what users keep beside them."""
+    """True if there are an optimizer's states, beside entries of users."""
     return not saved.keys().isdisjoint((*names, STEP))
 
 
@@ -369,37 +363,37 @@ def check_states(rule: Rule, param: Tensor, saved: Mapping[str, Any], who: str) 
         check_state(param, Kind.MASTER, saved[MASTER], f"{who}: {MASTER}")
 
 
-def check_state(param: Tensor, kind: Kind, saved: Any, what: str) -> None:
+def check_state(param: Tensor, kind: Kind, saved: Any, label: str) -> None:
     """Raise KeyError, TypeError or ValueError for what is no saved state, or master, of ``param``."""
     if kind is Kind.MASTER and is_remainder(saved):
-        check_remainder(param, saved, what)
+        check_remainder(param, saved, label)
     elif _is_packed(saved):
-        check_packed(param, kind, saved, what)
+        check_packed(param, kind, saved, label)
     else:
-        _check_value(param, saved, what)
+        _check_value(param, saved, label)
 
 
-def _check_value(param: Tensor, value: Any, what: str) -> None:
+def _check_value(param: Tensor, value: Any, label: str) -> None:
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.element_size() < 2:
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"{what}: expected an unscaled floating-point tensor, got {got}")
+        raise TypeError(f"{label}: expected an unscaled floating-point tensor, got {got}")
     if value.shape != param.shape:
-        raise ValueError(f"{what}: expected shape {tuple(param.shape)}, the state dict has {tuple(value.shape)}")
+        raise ValueError(f"{label}: expected shape {tuple(param.shape)}, the state dict has {tuple(value.shape)}")
 
 
 def _unpack(param: Tensor, saved: Mapping[str, Any], specs: Sequence[StateSpec], who: str) -> _Loaded:
     """This rank's parts of states that were checked. A collective where they are not placed as ``param`` is."""
     names = [*(spec.name for spec in specs), MASTER]
-    found = _Loaded(others=_others(param, saved, names))
+    loaded = _Loaded(others=_others(param, saved, names))
     if not _has_any(saved, names):
-        return found
+        return loaded
     for spec in specs:
-        found.states[spec.name] = read_state(param, spec.kind, saved[spec.name])
+        loaded.states[spec.name] = read_state(param, spec.kind, saved[spec.name])
     if is_remainder(saved.get(MASTER)):
-        found.master = unpack_remainder(param, saved[MASTER], who)
+        loaded.master = unpack_remainder(param, saved[MASTER], who)
     elif _has(saved, MASTER):
-        found.master = read_state(param, Kind.MASTER, saved[MASTER])
-    return found
+        loaded.master = read_state(param, Kind.MASTER, saved[MASTER])
+    return loaded
 
 
 def read_state(param: Tensor, kind: Kind, saved: Any) -> Stored | Tensor:
@@ -414,17 +408,17 @@ def _others(param: Tensor, saved: Mapping[str, Any], names: Collection[str]) -> 
 
 
 def _copied(values: dict[Any, Any], device: torch.device | None = None) -> dict[Any, Any]:
-    """With new tensors."""
+    """A copy of nested values with new tensors."""
     copied: dict[Any, Any] = tree_map_only(Tensor, lambda value: value.detach().to(device, copy=True), values)
     return copied
 
 
 def _any_misfit(loaded: Mapping[Any, _Loaded], params: Mapping[Any, Tensor]) -> bool:
-    """Whether some parameter is not the one that its remainders belong to. A collective over these parameters' meshes.
+    """True if some parameter is not the one that its remainders belong to: a collective over these parameters' meshes.
 
     One is enough for all of them to wait: it is the model that has not been loaded.
     """
-    checked = {params[id_]: found.master for id_, found in loaded.items() if isinstance(found.master, LoadedRemainder)}
+    checked = {params[id_]: parts.master for id_, parts in loaded.items() if isinstance(parts.master, LoadedRemainder)}
     checked = {param: remainder for param, remainder in checked.items() if remainder.checks is not None}
     return any_rank(checked, bool(misfits(checked.items())), False)[0]
 
@@ -452,7 +446,7 @@ def _write(store: StateStore, param: Tensor, loaded: _Loaded, misfit: bool) -> l
 
 
 def _write_remainder(store: StateStore, states: ParamState, loaded: LoadedRemainder, misfit: bool) -> None:
-    """Where nothing tells whether the parameter is there, only what needs it waits."""
+    """Write remainders, or keep them until the parameter is there. Without checks only those that need it wait."""
     needs_parameter = states.layout.master is not loaded.kind
     waits = needs_parameter if loaded.checks is None else misfit
     if not (waits and needs_parameter):

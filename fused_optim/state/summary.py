@@ -1,4 +1,4 @@
-"""What an optimizer really has: the actual formats of its states, what falls back and why, and bytes."""
+"""Summary of an optimizer: the actual formats of its states, fallbacks with their reasons, and bytes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,6 @@ from fused_optim.state.host_states import may_be_offloaded
 from fused_optim.state.param_state import ParamState
 from fused_optim.state.store import StateStore
 
-_MASTERS = {
-    Master.PARAMETER: "none",
-    Master.FLOAT32: "float32",
-    Master.REMAINDER16: "16-bit remainder",
-    Master.REMAINDER8: "8-bit remainder",
-    Master.FLOAT16: "float16",
-}
 _EXAMPLES = 3  # names of parameters under each fallback
 
 
@@ -119,7 +112,7 @@ class _Described:
         return {
             "parameter": type(local).__name__ if quantized else _name(self.param.dtype),
             **{spec.name: fmt.name for spec, fmt in zip(self.layout.specs, self.layout.formats, strict=True)},
-            "master": _MASTERS[self.layout.master],
+            "master": self.layout.master.codec.name,
             "backend": backend_of(local),
             "device": str(local.device),
             "states": str(self.layout.scales.device),
@@ -134,19 +127,19 @@ def summarize(name: str, store: StateStore, rows: int | None = None) -> Summary:
     described, frozen = list(_described(store)), [param for param in store.params if _is_stateless(store, param)]
     formats: dict[tuple[str, ...], dict[str, Any]] = {}
     host = device = 0
-    for each in described:
-        row = each.row
+    for entry in described:
+        row = entry.row
         counted = formats.setdefault(tuple(row.values()), {**row, "parameters": 0, "elements": 0, "bytes": 0})
-        away = each.bytes_on_host
-        size = sum(each.layout.nbytes.values())
+        away = entry.bytes_on_host
+        size = sum(entry.layout.nbytes.values())
         counted["parameters"] += 1
-        counted["elements"] += local_tensor(each.param).numel()
+        counted["elements"] += local_tensor(entry.param).numel()
         counted["bytes"] += size
         host, device = host + away, device + size - away
     return Summary(
         optimizer=name,
         state_names=[spec.name for spec in store.rule.states],
-        **_count(each.param for each in described),
+        **_count(entry.param for entry in described),
         bytes=host + device,
         formats=sorted(formats.values(), key=lambda row: -row["elements"]),
         fallbacks=_fallbacks(store, described),
@@ -190,29 +183,29 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _fallbacks(store: StateStore, described: Iterable[_Described]) -> list[dict[str, Any]]:
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
-    for each in described:
-        for what, asked, actual, reason in _fallbacks_of(store, each):
+    fallbacks: dict[tuple[str, ...], dict[str, Any]] = {}
+    for param in described:
+        for what, asked, actual, reason in _fallbacks_of(store, param):
             entry = {"what": what, "asked": asked, "actual": actual, "reason": reason, "parameters": 0, "examples": []}
-            _count_one(found.setdefault((what, asked, actual, reason), entry), each.name)
-    return list(found.values())
+            _count_one(fallbacks.setdefault((what, asked, actual, reason), entry), param.name)
+    return list(fallbacks.values())
 
 
-def _fallbacks_of(store: StateStore, each: _Described) -> Iterator[tuple[str, str, str, str]]:
+def _fallbacks_of(store: StateStore, described: _Described) -> Iterator[tuple[str, str, str, str]]:
     """(what, asked, actual, reason) of one parameter."""
-    for name, wanted in each.asked.items():
-        actual = each.layout.format(name).name
+    for name, wanted in described.asked.items():
+        actual = described.layout.format(name).name
         if actual != wanted:
-            yield name, wanted, actual, _why_unblocked(each.param)
+            yield name, wanted, actual, _why_unblocked(described.param)
     asked = store.settings.asked_master
-    if asked is not None and each.layout.master is not asked:
-        yield MASTER, _MASTERS[asked], _MASTERS[each.layout.master], _why_other_master(each.param, asked)
-    device = local_tensor(each.param).device
-    if store.offloading.is_on and adapter_of(each.param) is not None and may_be_offloaded(each.param):
-        what = MASTER if each.layout.offloaded else "states"
+    if asked is not None and described.layout.master is not asked:
+        yield MASTER, asked.codec.name, described.layout.master.codec.name, _why_other_master(described.param, asked)
+    device = local_tensor(described.param).device
+    if store.offloading.is_on and adapter_of(described.param) is not None and may_be_offloaded(described.param):
+        what = MASTER if described.layout.offloaded else "states"
         yield what, "host memory", str(device), "it is quantized, and encoded from its master"
     device_type = device.type
-    if has_values(each.param) and backend_of(local_tensor(each.param)) == "torch":
+    if has_values(described.param) and backend_of(local_tensor(described.param)) == "torch":
         yield "backend", device_type, "torch", why_reference(device_type)
 
 
@@ -222,15 +215,15 @@ def _products(store: StateStore, rows: int | None) -> list[dict[str, Any]]:
         return []
     from fused_optim.quantized.fp8.usage import unsupported_reasons
 
-    found: dict[str, dict[str, Any]] = {}
+    products: dict[str, dict[str, Any]] = {}
     for param, name, _ in _named(store):
         for product, why in unsupported_reasons(param, rows).items():
-            counted = found.setdefault(product, {"product": product, "fp8": 0, "decoded": 0, "reasons": {}})
+            counted = products.setdefault(product, {"product": product, "fp8": 0, "decoded": 0, "reasons": {}})
             counted["fp8" if why is None else "decoded"] += 1
             if why is not None:
                 entry = {"reason": why, "parameters": 0, "examples": []}
                 _count_one(counted["reasons"].setdefault(why, entry), name)
-    return [{**each, "reasons": list(each["reasons"].values())} for each in found.values()]
+    return [{**row, "reasons": list(row["reasons"].values())} for row in products.values()]
 
 
 def _count_one(counted: dict[str, Any], name: str) -> None:
@@ -264,13 +257,13 @@ def short_description(name: str, store: StateStore) -> str:
     """
     parts = [_plural(len(store.params)) + f" in {len(store.groups)} groups" * (len(store.groups) > 1)]
     for key in ("lr", *store.rule.repr_keys, "weight_decay", *store.format_options, STEP):
-        found = list(dict.fromkeys(_short(group[key]) for group in store.groups if key in group))
-        if not found:
+        values = list(dict.fromkeys(_short(group[key]) for group in store.groups if key in group))
+        if not values:
             continue
-        shown = found if len(found) <= _EXAMPLES else [*found[:_EXAMPLES], "..."]
+        shown = values if len(values) <= _EXAMPLES else [*values[:_EXAMPLES], "..."]
         parts.append(f"{key}={' | '.join(shown)}")
     if (asked := store.settings.asked_master) is not None:
-        parts.append(f"masters={_MASTERS[asked]}")
+        parts.append(f"masters={asked.codec.name}")
     return f"{name}({', '.join(parts)})"
 
 
@@ -290,47 +283,47 @@ def choices_without_effect(store: StateStore, ignored: Mapping[int, Sequence[str
     """
     states = list(store)
     asked = store.settings.asked_master
-    found = [
+    texts = [
         f"param group {number}: {', '.join(others)} has no effect there: it is an option of the whole optimizer, an "
         "argument of its constructor"
         for number, others in ignored.items()
         if others
     ]
-    if states and asked is not None and not any(_may_have(each.param, asked) for each in states):
+    if states and asked is not None and not any(_may_have(state.param, asked) for state in states):
         option = "store_param_remainders=True" if asked.is_remainder else "master_weight_dtype=torch.float16"
-        dtypes = ", ".join(sorted({_name(each.param.dtype) for each in states}))
-        found.append(
+        dtypes = ", ".join(sorted({_name(state.param.dtype) for state in states}))
+        texts.append(
             f"{option} has no effect: none of the {_plural(len(states))} has such a master (they are {dtypes}). FP32 "
             "parameters are their own masters, and remainders complete BF16 parameters only. Train BF16 parameters to "
             "use it (under Accelerate with mixed_precision='no', since 'bf16' makes them FP32 first), or leave it out"
         )
-    on_host = all(local_tensor(each.param).device.type == "cpu" and not each.layout.offloaded for each in states)
+    on_host = all(local_tensor(state.param).device.type == "cpu" and not state.layout.offloaded for state in states)
     if states and store.offloading.is_on and on_host:
-        found.append(
+        texts.append(
             f"offload_states=True has no effect: all of the {_plural(len(states))} are in host memory, where their "
             "states are anyway"
         )
     lost = [spec for spec in store.rule.states if states and _is_lost(spec, store, states)]
     if lost:
-        found.append(
+        texts.append(
             f"{' and '.join(spec.option for spec in lost)} without effect: all of the {_plural(len(states))} keep "
             f"FP32 moments. No block of {', '.join(map(str, BLOCKS))} elements divides their rows, or they have one "
             f"dim and fewer than {SMALLEST_BLOCKED_VECTOR} elements; optimizer.summary() lists them"
         )
-    return found
+    return texts
 
 
 def _is_lost(spec: StateSpec, store: StateStore, states: list[ParamState]) -> bool:
-    """Whether formats with blocks were asked for in all groups and no parameter has one, small vectors apart."""
-    states = [each for each in states if spec in each.layout.specs]
+    """True if all groups ask for formats with blocks and no parameter has one, small vectors apart."""
+    states = [state for state in states if spec in state.layout.specs]
     asked = [state_format(group[spec.option]) for group in store.groups if group["params"] and spec.option in group]
-    has_matrices = any(each.param.dim() > 1 for each in states)
-    is_any_scaled = any(each.layout.format(spec.name).scaled for each in states)
+    has_matrices = any(state.param.dim() > 1 for state in states)
+    is_any_scaled = any(state.layout.format(spec.name).scaled for state in states)
     return has_matrices and all(fmt.scaled for fmt in asked) and not is_any_scaled
 
 
 def _may_have(param: Tensor, master: Master) -> bool:
-    """Whether a parameter of this dtype may have such a master, whatever its shape."""
+    """True if a parameter of this dtype may have such a master, whatever its shape."""
     if adapter_of(param) is not None:
         return not master.is_remainder
     return param.dtype == torch.bfloat16 if master.is_remainder else param.dtype != torch.float32

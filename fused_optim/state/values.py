@@ -1,4 +1,4 @@
-"""What the values of saved states are made of: stored tensors, and how to read them.
+"""Values of saved states: the stored tensors, and how to read them.
 
 A state dict may hold the values, or a :class:`LazyTensor` that makes them when it is written to disk, from copies of
 the stored tensors. So a save moves no more bytes than are stored, and GPUs convert nothing.
@@ -17,7 +17,6 @@ from torch._ops import OpOverload
 
 from fused_optim.backends import decoding
 from fused_optim.formats.masters import join_remainder
-from fused_optim.formats.rounding import NEAREST
 from fused_optim.formats.states import Kind, StateFormat, decode_state, encode_state
 from fused_optim.memory.uploads import copy_into, moved
 from fused_optim.sharding.dtensor import dense
@@ -46,9 +45,9 @@ class Values(Protocol):
 
 @dataclass(frozen=True)
 class Stored:
-    """A state as it is kept: local bits, one FP32 scale per block of a flat tensor, and how they are decoded.
+    """A state, or a separate master: local bits, one FP32 scale per block of the flat tensor, and their format.
 
-    What reads and writes states, in whatever format, does so here.
+    All reading and writing of states in any format goes through it.
     """
 
     bits: Tensor
@@ -86,8 +85,7 @@ class Stored:
         source, target = dense(value).view(-1), self.bits.view(-1)
         for piece in pieces(target.numel()):
             part = moved(source[piece], device).float()
-            nearest = torch.full(part.shape, NEAREST, dtype=torch.int64, device=device)
-            bits, scale = encode_state(part, self.kind, self.format, self.block, nearest)
+            bits, scale = encode_state(part, self.kind, self.format, self.block)
             target[piece] = bits
             if scale is not None and self.scale is not None:
                 self.scale[piece.start // self.block : -(-piece.stop // self.block)] = scale
@@ -246,6 +244,6 @@ def _read(value: Any) -> Any:
     return value
 
 
-def given(values: Values, device: str | None) -> Tensor:
+def materialize(values: Values, device: str | None) -> Tensor:
     """Values as a state dict holds them; ``device``: see ``state_dict.Options``."""
     return LazyTensor(values) if device == STAGER else values.read(device)

@@ -1,4 +1,4 @@
-"""What the next step will do to each parameter, and what rounding makes of it: an extra pass that changes nothing.
+"""Diagnostics of the next step: each parameter's update and its rounding errors, in a pass that changes nothing.
 
 The formulas are the reference's. They are applied to a sample of each parameter, which gives sums, and bounds of
 scales; ranks add up theirs. The pass is made on request only; nothing of it is in the way of ``step()``.
@@ -20,10 +20,9 @@ from fused_optim.adapters import adapter_of
 from fused_optim.backends.torch_reference import derive
 from fused_optim.decorators import with_denormals
 from fused_optim.formats.arithmetic import MASK32
-from fused_optim.formats.elements import ROTATING
-from fused_optim.formats.masters import Master, join_remainder, split_remainder
-from fused_optim.formats.rounding import finalize, master_rounding, rounding_bits, rounding_key
-from fused_optim.formats.states import FLOAT16, Kind, StateFormat, decode_state, encode_state
+from fused_optim.formats.masters import Master, MasterTensors
+from fused_optim.formats.rounding import finalize, rounding_bits, rounding_key
+from fused_optim.formats.states import Kind, StateFormat, decode_state, encode_state
 from fused_optim.memory.layout import MASTER
 from fused_optim.options.checks import check_states, check_update, describe
 from fused_optim.rules import Hyper, Rule, Scalars
@@ -31,6 +30,7 @@ from fused_optim.sharding.collective import failing_together
 from fused_optim.sharding.dtensor import Geometry, dense, finished_local, local_tensor, sharding_dims
 from fused_optim.state.param_state import ParamState
 from fused_optim.state.store import StateStore
+from fused_optim.state.values import Stored
 from fused_optim.step.agreement import Agreement, CollectivesOfRank
 from fused_optim.step.diagnosed_matrices import sigma_errors
 from fused_optim.step.plan import placed_as
@@ -70,15 +70,15 @@ class Diagnostics(dict[str, Any]):
 
     def scalars(self, prefix: str = "optimizer", parameters: bool = False) -> dict[str, float]:
         """Flat names and numbers, for TensorBoard's ``add_scalar`` and ``wandb.log``; on request of parameters, too."""
-        found = {
+        numbers = {
             f"{prefix}/group{number}/{key}": value
             for number, group in enumerate(self["groups"])
             for key, value in group.items()
             if key != "step"
         }
         for name, values in self["parameters"].items() if parameters else ():
-            found |= {f"{prefix}/{name}/{key}": value for key, value in values.items()}
-        return found
+            numbers |= {f"{prefix}/{name}/{key}": value for key, value in values.items()}
+        return numbers
 
 
 class _Member(NamedTuple):
@@ -96,7 +96,7 @@ class _Member(NamedTuple):
         return self.name or describe(self.param, self.position)
 
     def states_to_change(self, store: StateStore) -> ParamState | None:
-        """Those that the step updates. Raises for what the step would refuse."""
+        """The states that the step updates. Raises if the step would refuse them or the gradient."""
         if self.grad is None or self.param not in store:
             return None
         states = store[self.param]
@@ -119,10 +119,10 @@ def diagnose(store: StateStore, hypers: Hypers) -> Diagnostics:
     rank does, FailedElsewhere, a ValueError.
     """
     everything = _members(store)
-    members = [each for each in everything if not each.rule.whole_matrices]
+    members = [member for member in everything if not member.rule.whole_matrices]
     with failing_together(store.params, _ELSEWHERE):
         Agreement(lambda: store.params).check_alike(CollectivesOfRank.of_all(store, every=True))
-        states = {each.position: each.states_to_change(store) for each in everything}
+        states = {member.position: member.states_to_change(store) for member in everything}
         if not any(param in store for param in store.params):
             raise RuntimeError(
                 "diagnostics() looks at the next step of existing states: call step() or initialize_state()"
@@ -130,19 +130,19 @@ def diagnose(store: StateStore, hypers: Hypers) -> Diagnostics:
     with failing_together(store.params, _ELSEWHERE):
         rows = _rows(store, members, states, hypers)
     report = _report(store, members, _of_all_ranks(members, rows))
-    _add_matrices(report, [each for each in everything if each.rule.whole_matrices], states, hypers)
+    _add_matrices(report, [member for member in everything if member.rule.whole_matrices], states, hypers)
     return report
 
 
 def _members(store: StateStore) -> list[_Member]:
-    found: list[_Member] = []
+    members: list[_Member] = []
     rules, names, attribute = store.rules(), store.names, store.grad_attribute
     for number, group in enumerate(store.groups):
         for param in group["params"]:
-            position = len(found)
+            position = len(members)
             grad = getattr(param, attribute, None)
-            found.append(_Member(position, number, param, grad, names[position], rules[param]))
-    return found
+            members.append(_Member(position, number, param, grad, names[position], rules[param]))
+    return members
 
 
 # --- a sample of a parameter --------------------------------------------------------------------------------------
@@ -158,38 +158,32 @@ class _Sample(NamedTuple):
     elements: Tensor
     u: Tensor
 
-    def values(self, name: str) -> Tensor:
-        """Of a state, or of an FP16 master, in FP32."""
+    def stored(self, name: str) -> Stored:
+        """The elements of a state or a stored master, undecoded."""
         stored = self.states.stored(name)
         bits, scale = _at(stored.bits, self.elements), stored.scale
         if scale is not None:
             scale = _at(scale, self.elements[:: stored.block] // stored.block)
-        return replace(stored, bits=bits, scale=scale).read()
+        return replace(stored, bits=bits, scale=scale)
 
     def master(self) -> Tensor:
-        """In FP32."""
-        kind, tensors = self.states.layout.master, self.states.tensors
-        if kind is Master.FLOAT16:
-            return self.values(MASTER)
-        if kind is Master.FLOAT32:
-            return _at(tensors[MASTER], self.elements)
-        local, adapter = local_tensor(self.states.param.detach()), adapter_of(self.states.param)
-        high = _at(local if adapter is None else adapter.values(local), self.elements)
-        return high.float() if kind is Master.PARAMETER else join_remainder(high, _at(tensors[MASTER], self.elements))
+        """FP32 values of the master."""
+        kind, param, adapter = self.states.layout.master, None, adapter_of(self.states.param)
+        if not kind.is_separate:
+            local = local_tensor(self.states.param.detach())
+            param = _at(local if adapter is None else adapter.values(local), self.elements)
+        stored = None if kind is Master.PARAMETER else self.stored(MASTER)
+        bits, scale = (None, None) if stored is None else (stored.bits, stored.scale)
+        return kind.codec.read(MasterTensors(param, bits, scale, self.states.layout.geometry.block))
 
     def rounded_master(self, before: Tensor, after: Tensor) -> Tensor | None:
-        """What the step makes of the new master. None for quantized parameters without one: their library knows."""
-        kind, block, param = self.states.layout.master, self.states.layout.geometry.block, self.states.param
-        if kind is Master.REMAINDER8:
-            return join_remainder(*split_remainder(after, kind, self.u))
-        if kind is Master.FLOAT16:
-            bits, scale = encode_state(after, Kind.MASTER, FLOAT16, block, master_rounding(before, after, self.u))
-            return decode_state(bits, scale, Kind.MASTER, FLOAT16, block)
-        if kind is not Master.PARAMETER:
-            return after
-        if adapter_of(param) is not None:
+        """The new master as the step rounds it; None if a quantized parameter without one is rounded by its library."""
+        layout, param = self.states.layout, self.states.param
+        if layout.master is Master.PARAMETER and adapter_of(param) is not None:
             return None
-        return ROTATING[param.dtype](after, self.u).float() if param.dtype in ROTATING else after
+        codec = layout.master.codec
+        fractions = codec.fractions(before, after, self.u)
+        return codec.read(codec.encode(after, param.dtype, layout.geometry.block, fractions))
 
 
 def _at(tensor: Tensor, places: Tensor) -> Tensor:
@@ -198,7 +192,7 @@ def _at(tensor: Tensor, places: Tensor) -> Tensor:
 
 
 def _elements(param: Tensor, geometry: Geometry) -> Tensor:
-    """Of the local shard: all, or one run of each of some stretches of equal length.
+    """Sampled places in the local shard: all, or one run of each of some stretches of equal length.
 
     Where in its stretch a hash tells: with even steps it could be the same columns of each row.
     """
@@ -206,29 +200,29 @@ def _elements(param: Tensor, geometry: Geometry) -> Tensor:
     count = max(runs * min(LIMIT, param.numel()) // param.numel(), 1)
     stretches = torch.arange(count + 1, device=device) * runs // count
     first = stretches[:-1] + (stretches.diff() * finalize(stretches[:-1] + geometry.offset // _RUN & MASK32) >> 32)
-    found = (first[:, None] * _RUN + torch.arange(_RUN, device=device)).view(-1)
-    return found[found < geometry.numel]
+    places = (first[:, None] * _RUN + torch.arange(_RUN, device=device)).view(-1)
+    return places[places < geometry.numel]
 
 
 def _rows(
     store: StateStore, members: Iterable[_Member], states: Mapping[int, ParamState | None], hypers: Hypers
 ) -> dict[int, Tensor]:
-    """Of this rank's shards, by the parameters' positions."""
+    """Rows of this rank's shards, by the parameters' positions."""
     rows, numbers = {}, store.rounding_numbers()
     derived: dict[torch.device, list[tuple[Scalars, int | None]]] = {}
-    for each in members:
-        own, device = states[each.position], local_tensor(each.param).device
-        grad = None if own is None else each.local_gradient()
-        if own is None or grad is None or not grad.numel():
-            rows[each.position] = _empty_row(each.rule, device)
+    for member in members:
+        updated, device = states[member.position], local_tensor(member.param).device
+        grad = None if updated is None else member.local_gradient()
+        if updated is None or grad is None or not grad.numel():
+            rows[member.position] = _empty_row(member.rule, device)
             continue
         if device not in derived:
             derived[device] = list(map(derive, hypers(device)))
-        scalars, offset = derived[device][each.number]
-        elements = _elements(each.param, own.layout.geometry)
-        key = rounding_key(store.settings.seed, numbers[each.position])
-        u = rounding_bits(key, own.layout.geometry.global_of(elements), offset)
-        rows[each.position] = _row(_Sample(own, elements, u), grad, each.rule, scalars)
+        scalars, offset = derived[device][member.number]
+        elements = _elements(member.param, updated.layout.geometry)
+        key = rounding_key(store.settings.seed, numbers[member.position])
+        u = rounding_bits(key, updated.layout.geometry.global_of(elements), offset)
+        rows[member.position] = _row(_Sample(updated, elements, u), grad, member.rule, scalars)
     return rows
 
 
@@ -244,7 +238,7 @@ def _empty_row(rule: Rule, device: torch.device) -> Tensor:
 def _row(sample: _Sample, grad: Tensor, rule: Rule, scalars: Scalars) -> Tensor:
     layout, before = sample.states.layout, sample.master()
     grad = _at(grad, sample.elements).float()
-    after, values = rule.update(scalars)(grad, before, [sample.values(spec.name) for spec in layout.specs])
+    after, values = rule.update(scalars)(grad, before, [sample.stored(spec.name).read() for spec in layout.specs])
     moved = lost = torch.zeros_like(before, dtype=torch.bool)
     rounded = sample.rounded_master(before, after)
     if rounded is not None and scalars.step_size != 0.0:
@@ -255,18 +249,18 @@ def _row(sample: _Sample, grad: Tensor, rule: Rule, scalars: Scalars) -> Tensor:
     counted = [elements, change.square(), before.double().square(), read.square(), moved, lost]
     bounds = []
     for spec, fmt, value in zip(layout.specs, layout.formats, values, strict=True):
-        found, least, largest = _rounding_of(value, spec.kind, fmt, layout.geometry.block, sample.u)
-        counted += found
+        rounding, least, largest = _rounding_of(value, spec.kind, fmt, layout.geometry.block, sample.u)
+        counted += rounding
         bounds += [-least, largest]
     factor = layout.geometry.numel / sample.elements.numel()
-    sums = torch.stack([each.sum(dtype=torch.float64) for each in counted]) * factor
+    sums = torch.stack([quantity.sum(dtype=torch.float64) for quantity in counted]) * factor
     return torch.cat([sums, torch.stack(bounds)])
 
 
 def _rounding_of(
     value: Tensor, kind: Kind, fmt: StateFormat, block: int, u: Tensor
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """What storing a new state makes of it; of scales other than 0 the least one, and the largest."""
+    """Sums of a new state's rounding errors; the least and the largest of its scales other than 0."""
     bits, scale = encode_state(value, kind, fmt, block, u)
     kept = decode_state(bits, scale, kind, fmt, block)
     exact = value.double()
@@ -292,22 +286,22 @@ def _first_code(bits: Tensor) -> Tensor:
 def _of_all_ranks(members: Iterable[_Member], rows: Mapping[int, Tensor]) -> dict[int, list[float]]:
     """Rows over the ranks that hold a parameter's shards. Each kind of rows is waited for once."""
     alike: dict[Hashable, list[_Member]] = {}
-    for each in members:
-        mesh = each.param.device_mesh if isinstance(each.param, DTensor) else None
-        row = rows[each.position]
-        alike.setdefault((mesh, sharding_dims(each.param), row.device, len(row)), []).append(each)
-    found: dict[int, list[float]] = {}
+    for member in members:
+        mesh = member.param.device_mesh if isinstance(member.param, DTensor) else None
+        row = rows[member.position]
+        alike.setdefault((mesh, sharding_dims(member.param), row.device, len(row)), []).append(member)
+    totals: dict[int, list[float]] = {}
     for some in alike.values():
-        param, matrix = some[0].param, torch.stack([rows[each.position] for each in some])
+        param, matrix = some[0].param, torch.stack([rows[member.position] for member in some])
         sums = _sums_of(some[0].rule)
         for dim in sharding_dims(param):
             mesh = cast(DTensor, param).device_mesh
-            parts = [each.contiguous().to(mesh.device_type) for each in (matrix[:, :sums], matrix[:, sums:])]
+            parts = [part.contiguous().to(mesh.device_type) for part in (matrix[:, :sums], matrix[:, sums:])]
             for part, how in zip(parts, (dist.ReduceOp.SUM, dist.ReduceOp.MAX), strict=True):
                 dist.all_reduce(part, how, group=mesh.get_group(dim))
             matrix = torch.cat(parts, 1)
-        found |= zip([each.position for each in some], matrix.tolist(), strict=True)
-    return found
+        totals |= zip([member.position for member in some], matrix.tolist(), strict=True)
+    return totals
 
 
 # --- whole matrices -----------------------------------------------------------------------------------------------
@@ -316,31 +310,31 @@ def _of_all_ranks(members: Iterable[_Member], rows: Mapping[int, Tensor]) -> dic
 def _add_matrices(
     report: Diagnostics, members: Sequence[_Member], states: Mapping[int, ParamState | None], hypers: Hypers
 ) -> None:
-    """Of some parameters of each group, which are the same ones on all ranks."""
-    chosen = [each for number in sorted({m.number for m in members}) for each in _some_of_group(members, number)]
+    """Add sigma errors of some parameters of each group, the same ones on all ranks."""
+    chosen = [member for number in sorted({m.number for m in members}) for member in _some_of_group(members, number)]
     if not chosen:
         return
     ways, updates = [], {}
-    for i, each in enumerate(chosen):
-        hyper = hypers(local_tensor(each.param).device)[each.number]
+    for i, member in enumerate(chosen):
+        hyper = hypers(local_tensor(member.param).device)[member.number]
         assert hyper.orthogonalization is not None
         ways.append(replace(hyper.orthogonalization, scale=_unscaled))
-        if (own := states[each.position]) is not None:
-            updates[i] = _to_orthogonalize(each, own, hyper)
-    errors = sigma_errors([each.param for each in chosen], updates, ways)
+        if (member_states := states[member.position]) is not None:
+            updates[i] = _to_orthogonalize(member, member_states, hyper)
+    errors = sigma_errors([member.param for member in chosen], updates, ways)
     for i, error in errors.items():
         report["parameters"][chosen[i].shown_name] = {_SIGMA_ERROR: error}
-    for number in {each.number for each in chosen}:
+    for number in {member.number for member in chosen}:
         of_group = [error for i, error in errors.items() if chosen[i].number == number]
         if of_group:
             report["groups"][number][_SIGMA_ERROR] = math.fsum(of_group) / len(of_group)
 
 
 def _some_of_group(members: Sequence[_Member], number: int) -> list[_Member]:
-    """Spread evenly."""
-    own = [each for each in members if each.number == number]
-    count = min(len(own), _LOOKED_AT)
-    return [own[i * len(own) // count] for i in range(count)]
+    """Members of one group, at most _LOOKED_AT, spread evenly."""
+    of_group = [member for member in members if member.number == number]
+    count = min(len(of_group), _LOOKED_AT)
+    return [of_group[i * len(of_group) // count] for i in range(count)]
 
 
 def _to_orthogonalize(member: _Member, states: ParamState, hyper: Hyper) -> Tensor:
@@ -365,16 +359,16 @@ def _report(store: StateStore, members: Sequence[_Member], rows: Mapping[int, Se
     parameters: dict[str, dict[str, float]] = {}
     groups: list[dict[str, float]] = [{"step": int(group["step"]) + 1} for group in store.groups]
     by_group: list[list[_Member]] = [[] for _ in groups]
-    for each in members:
-        by_group[each.number].append(each)
-    for group, own in zip(groups, by_group, strict=True):
-        if not own:
+    for member in members:
+        by_group[member.number].append(member)
+    for group, of_group in zip(groups, by_group, strict=True):
+        if not of_group:
             continue
-        names = [spec.name for spec in own[0].rule.states]
-        for each in own:
-            if values := _values(rows[each.position], names):
-                parameters[each.shown_name] = values
-        group |= _values(_total([rows[each.position] for each in own], len(names)), names)
+        names = [spec.name for spec in of_group[0].rule.states]
+        for member in of_group:
+            if values := _values(rows[member.position], names):
+                parameters[member.shown_name] = values
+        group |= _values(_total([rows[member.position] for member in of_group], len(names)), names)
     return Diagnostics(parameters=parameters, groups=groups)
 
 
@@ -388,20 +382,20 @@ def _values(row: Sequence[float], names: Sequence[str]) -> dict[str, float]:
     elements, update, weight, gradient, moved, lost = row[:_OF_ALL]
     if not elements:
         return {}
-    found = {"update_rms": math.sqrt(update / elements), "weight_rms": math.sqrt(weight / elements)}
-    found["gradient_rms"] = math.sqrt(gradient / elements)
-    if found["weight_rms"]:
-        found["update_to_weight"] = found["update_rms"] / found["weight_rms"]
+    numbers = {"update_rms": math.sqrt(update / elements), "weight_rms": math.sqrt(weight / elements)}
+    numbers["gradient_rms"] = math.sqrt(gradient / elements)
+    if numbers["weight_rms"]:
+        numbers["update_to_weight"] = numbers["update_rms"] / numbers["weight_rms"]
     if moved:
-        found["lost_updates"] = lost / moved
+        numbers["lost_updates"] = lost / moved
     for i, name in enumerate(names):
         first = _OF_ALL + i * _OF_STATE
         value, error, coded, top, low = row[first : first + _OF_STATE]
         least, largest = row[2 * (i - len(names))], row[2 * (i - len(names)) + 1]
         if value:
-            found[f"{name}_error"] = math.sqrt(error) / math.sqrt(value)
+            numbers[f"{name}_error"] = math.sqrt(error) / math.sqrt(value)
         if coded:
-            found[f"{name}_saturated"], found[f"{name}_lowest"] = top / coded, low / coded
+            numbers[f"{name}_saturated"], numbers[f"{name}_lowest"] = top / coded, low / coded
         if largest > 0.0:
-            found[f"{name}_scale_min"], found[f"{name}_scale_max"] = -least, largest
-    return found
+            numbers[f"{name}_scale_min"], numbers[f"{name}_scale_max"] = -least, largest
+    return numbers

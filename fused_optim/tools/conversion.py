@@ -250,8 +250,8 @@ class _Conversion:
             return Master.PARAMETER
         if self._wanted.layout != "native":
             return Master.FLOAT32
-        stored = states[MASTER].remainder or (Master.FLOAT16 if states[MASTER].format == "float16" else Master.FLOAT32)
-        chosen = self._wanted.master or stored
+        stored = {kind.codec.name: kind for kind in Master}
+        chosen = self._wanted.master or stored.get(states[MASTER].format, Master.FLOAT32)
         weight = self._optimizer.weights.get(name)
         if not chosen.is_remainder:
             return chosen

@@ -14,7 +14,7 @@ from fused_optim.checkpoint.reading.saved_optimizer import SavedState
 from fused_optim.checkpoint.reading.source import TensorInfo
 from fused_optim.checkpoint.writing.entries import Entry
 from fused_optim.formats.masters import Master
-from fused_optim.formats.states import FLOAT32, StateFormat, state_format
+from fused_optim.formats.states import StateFormat, state_format
 from fused_optim.memory.layout import MASTER, StateLayout
 from fused_optim.rules import StateSpec
 from fused_optim.state.param_state import ParamState
@@ -58,14 +58,11 @@ class Encoded:
         return self._states[place[0]].values if self._is_plain(place, created) else partial(self._value, place)
 
     def _is_plain(self, place: Place, created: ParamState) -> bool:
-        """True if the state is kept in FP32, so that it can be read without the parameter's other states."""
-        (name, *_) = place
-        if name == MASTER:
-            return self.master is Master.FLOAT32
-        return name in self._states and created.stored(name).format == FLOAT32
+        """True if it is stored in FP32, so that it can be read without the parameter's other states."""
+        return place[0] in self._states and created.layout.dtypes().get(place[0]) == torch.float32
 
     def parameter(self) -> Tensor:
-        """The BF16 parameter that belongs to the master."""
+        """The BF16 parameter that the remainders complete."""
         created = self._created("cpu")
         created.write_master(self._states[MASTER].values())
         return created.param

@@ -148,7 +148,7 @@ def test_values_in_other_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [(), (0, 3), (5, 7), (1024, 1024), (3, 700_001)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.float8_e4m3fn])
 def test_room_is_a_tensor_like_others(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    tensor, other = host_memory.room(shape, dtype), torch.ones(shape).to(dtype)
+    tensor, other = host_memory.empty_host(shape, dtype), torch.ones(shape).to(dtype)
     assert (tensor.shape, tensor.dtype, tensor.stride()) == (other.shape, dtype, other.stride())
     assert same_bits(tensor.copy_(other), other)
 

@@ -19,7 +19,7 @@ from distributed import assert_same
 from fused_optim import FusedAdam, FusedLion, enable_gradient_release
 from fused_optim.checkpoint import PinnedStager, wait_for_copies
 from fused_optim.memory import copies, host_memory
-from fused_optim.memory.host_memory import room
+from fused_optim.memory.host_memory import empty_host
 from fused_optim.quantized import quantize_model_
 from native_cases import tensors_of, trained
 from quantized_cases import RECIPES
@@ -331,7 +331,7 @@ def test_the_memory_is_page_locked_and_kept() -> None:
 
 def test_memory_that_is_locked_already_leaves_no_error_behind() -> None:
     """For the next kernel that torch launches."""
-    tensor = room((1 << 20,), torch.float32).fill_(1.0)
+    tensor = empty_host((1 << 20,), torch.float32).fill_(1.0)
     host_memory._lock(tensor)
     with pytest.raises(RuntimeError, match="cannot be page-locked"):
         host_memory._lock(tensor)

@@ -610,9 +610,75 @@ def test_any_remainder_joins_any_parameter(kind: masters.Master, lows: list[int]
     assert torch.equal(joined.isinf(), param.isinf() & (torch.from_numpy(low).to(device) >= 0))
 
 
-@given(bits=hnp.arrays(np.uint32, 256, elements=st.integers(0, MASK32)))
-def test_any_master_survives_16_bit_remainders(bits: Array) -> None:
-    master = bits.view(np.float32)
-    param, joined = split_and_join(master, masters.Master.REMAINDER16, "cpu")
-    np.testing.assert_array_equal(joined, master)
-    np.testing.assert_array_equal(np.isnan(param), np.isnan(master))
+# --- codecs of masters ----------------------------------------------------------------------------------------------
+
+PLACES = {torch.float32: (24, -126, 0), torch.bfloat16: (8, -126, 16), torch.float16: (11, -14, 13)}
+SPECIAL = [0, 1, 0x7FFFFF, 0x800000, 0x3F808000, 0x477FF000, 0x7F7F7FFF, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000]
+CODED = [(masters.Master.PARAMETER, dtype) for dtype in PLACES]
+CODED += [(kind, dtype) for kind in (masters.Master.FLOAT32, masters.Master.FLOAT16) for dtype in [*PLACES][1:]]
+CODED += [(kind, torch.bfloat16) for kind in (masters.Master.REMAINDER16, masters.Master.REMAINDER8)]
+any_bits = st.one_of(
+    st.integers(0, MASK32),
+    st.sampled_from([bits | sign for bits in SPECIAL for sign in (0, 0x80000000)]),
+    st.integers(0x3E000000, 0x40FFFFFF),
+)
+
+
+def rounded_places(x: Array, bits: int, smallest: int, dropped: int, u: Array | None) -> Array:
+    """``x`` with ``bits`` significant bits, plus ``u`` of ``dropped`` bits and truncated; None: to nearest even."""
+    unit = last_place(x, bits, smallest)
+    parts = np.rint(np.abs(x.astype(np.float64)) / unit * 2.0**dropped)
+    places = np.rint(parts / 2.0**dropped) if u is None else np.floor((parts + (u >> 32 - dropped)) / 2.0**dropped)
+    return np.copysign(places * unit, x)
+
+
+@np.errstate(all="ignore")  # infinities and NaN
+def written_master(kind: masters.Master, dtype: torch.dtype, x: Array, u: Array | None) -> tuple[Array, Array]:
+    """Master and parameter, FP32."""
+    largest, nearest = torch.finfo(dtype).max, np.full(len(x), NEAREST)
+    up = nearest if u is None else u
+    if kind is masters.Master.REMAINDER8:
+        x = rounded_places(x, 16, -126, 8, up).astype(np.float32)
+    if kind is masters.Master.FLOAT16:
+        scale = Float16Code().scale(scale_maxima(x, "master_param", Float16Code(), 32, up), "master_param")
+        units = np.minimum(np.abs(x.astype(np.float64)) / np.where(scale > 0, scale, 1), 65504)
+        magnitude = rounded_places(units, *PLACES[torch.float16], up) * scale
+        x = np.where(scale > 0, np.copysign(magnitude, x), scale).astype(np.float32)
+    is_master = kind is masters.Master.PARAMETER
+    param = rounded_places(x, *PLACES[dtype], u if is_master else nearest if kind.is_remainder else None)
+    saturated = np.isfinite(x) & (is_master and u is not None and dtype == torch.bfloat16)
+    param = np.where(np.abs(param) > largest, np.copysign(np.where(saturated, largest, np.inf), x), param)
+    return param if is_master else x, param
+
+
+def assert_bits(actual: torch.Tensor, expected: Array) -> None:
+    found, nan = actual.float().cpu().numpy(), np.isnan(expected)
+    np.testing.assert_array_equal(np.isnan(found), nan)
+    np.testing.assert_array_equal(found[~nan].view(np.uint32), expected[~nan].astype(np.float32).view(np.uint32))
+
+
+@pytest.mark.parametrize("kind, dtype", CODED, ids=str)
+@given(
+    bits=hnp.arrays(np.uint32, st.integers(1, 100), elements=any_bits),
+    u=st.none() | st.builds(Fractions, st.none(), seeds),
+)
+def test_codecs_of_masters_equal_numpy(
+    kind: masters.Master, dtype: torch.dtype, bits: Array, u: Fractions | None, device: str
+) -> None:
+    """NaN, infinities, subnormal numbers and zeros of both signs among them."""
+    count, fractions = len(bits), None if u is None else u.array(len(bits))
+    stored = None if kind is masters.Master.PARAMETER else torch.empty(count, dtype=kind.dtype, device=device)
+    scale = torch.empty(-(-count // 32), device=device) if kind is masters.Master.FLOAT16 else None
+    master = masters.MasterTensors(torch.empty(count, dtype=dtype, device=device), stored, scale, 32)
+    value = torch.from_numpy(bits.view(np.float32).copy()).to(device)
+    kind.codec.write(master, value, None if fractions is None else torch.from_numpy(fractions).to(device))
+    expected, param = written_master(kind, dtype, bits.view(np.float32), fractions)
+    assert_bits(kind.codec.read(master), expected)
+    assert master.param is not None
+    assert_bits(master.param, param)
+    kind.codec.write(master, kind.codec.read(master).clone())
+    assert_bits(kind.codec.read(master), expected)
+    assert_bits(master.param, param)
+    kind.codec.seed(master, master.param.float())
+    assert_bits(master.param, param)
+    assert_bits(kind.codec.read(master), written_master(kind, dtype, param.astype(np.float32), None)[0])

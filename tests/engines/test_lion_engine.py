@@ -18,10 +18,10 @@ from cases import FLOAT_DTYPES, values
 from fused_optim.backends import load_engine
 from fused_optim.backends.compiled import run_on
 from fused_optim.formats.arithmetic import MASK32, fma
-from fused_optim.formats.elements import ELEMENT_TYPES, ROTATING
-from fused_optim.formats.masters import Master, join_remainder, split_remainder
-from fused_optim.formats.rounding import GOLDEN_RATIO, master_rounding, rounding_bits
-from fused_optim.formats.states import FLOAT16, STATE_FORMATS, Kind, StateFormat, decode_state, encode_state
+from fused_optim.formats.elements import ELEMENT_TYPES
+from fused_optim.formats.masters import Master, MasterTensors
+from fused_optim.formats.rounding import GOLDEN_RATIO, rounding_bits
+from fused_optim.formats.states import STATE_FORMATS, Kind, StateFormat, decode_state, encode_state
 from fused_optim.quantized import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from fused_optim.rules import RULES
 from shard_works import ELEMENT_NUMBERS, shard_work
@@ -79,7 +79,7 @@ class Shard:
         self.master: Tensor | None = None
         if kind is not Master.PARAMETER:
             self.master = self._placed(torch.zeros(numel, dtype=kind.dtype, device=device))
-            self.write_master(self.param.float(), torch.full_like(self.elements, 2**31))
+            kind.codec.write(self.tensors, self.param.float())
         self.grad = self.param
 
     def _placed(self, x: Tensor) -> Tensor:
@@ -110,30 +110,12 @@ class Shard:
             "block_log2": self.block.bit_length() - 1,
         }
 
-    def read_master(self) -> Tensor:
-        if self.master is None:
-            return self.param.float()
-        if self.kind is Master.FLOAT16:
-            return decode_state(self.master, self.master_scale, Kind.MASTER, FLOAT16, self.block)
-        return self.master.clone() if self.kind is Master.FLOAT32 else join_remainder(self.param, self.master)
+    @property
+    def tensors(self) -> MasterTensors:
+        return MasterTensors(self.param, self.master, self.master_scale, self.block)
 
-    def write_master(self, value: Tensor, u: Tensor) -> None:
-        if self.master is None:
-            rotating = ROTATING.get(self.param.dtype)
-            self.param.copy_(value if rotating is None else rotating(value, u))
-        elif self.kind is Master.FLOAT16:
-            bits, scale = encode_state(value, Kind.MASTER, FLOAT16, self.block, u)
-            self.master.copy_(bits)
-            assert self.master_scale is not None and scale is not None
-            self.master_scale.copy_(scale)
-            self.param.copy_(self.read_master())
-        elif self.kind is Master.FLOAT32:
-            self.master.copy_(value)
-            self.param.copy_(value)
-        else:
-            high, low = split_remainder(value, self.kind, u.view_as(value))
-            self.param.copy_(high)
-            self.master.copy_(low)
+    def read_master(self) -> Tensor:
+        return self.kind.codec.read(self.tensors)
 
     def step(self, group: Group) -> None:
         """The reference."""
@@ -152,7 +134,7 @@ class Shard:
         self.momentum.copy_(bits)
         if self.momentum_scale is not None and scale is not None:
             self.momentum_scale.copy_(scale)
-        self.write_master(after, master_rounding(before, after, u) if self.kind is Master.FLOAT16 else u)
+        self.kind.codec.write(self.tensors, after, self.kind.codec.fractions(before, after, u))
 
     def stored(self) -> dict[str, Tensor]:
         found = {"param": self.param, "momentum": self.momentum, "scales": self.scales, "grad": self.grad}

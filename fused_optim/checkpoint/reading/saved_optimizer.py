@@ -88,7 +88,7 @@ class SavedState:
     def format(self) -> str:
         """The format as text: "int8", "float32", "16-bit remainder"."""
         if self.remainder is not None:
-            return f"{8 * self.remainder.dtype.itemsize}-bit remainder"
+            return self.remainder.codec.name
         if "bits" in self.keys:
             return scaled_format(self.source.value(self.keys["format"]), str(self)).name
         return str(self._info("").dtype).removeprefix("torch.")
