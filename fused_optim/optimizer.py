@@ -59,7 +59,7 @@ class ShardedOptimizer(Publisher, OfOptimizers):
     Args:
         params: as of torch's optimizers.
         rule: the update rule, or rules.
-        given: the other arguments of the subclass's constructor, as its users gave them: all options that it has, see
+        given: the other arguments of the subclass's constructor, as its users gave them: options, see
             ``options/table.py``, and the rule's hyperparameters, which are the defaults of param groups.
     """
 
@@ -78,6 +78,7 @@ class ShardedOptimizer(Publisher, OfOptimizers):
         self._check_form(self.settings.checkpoint_format)
         self.store = StateStore(self)
         self.stepper = Stepper(self.store, 0, self._synthetic_of_plain)
+        given = {"state_dtype": None, "maximize": False, **dict.fromkeys(self.store.format_options), **given}
         usual = torch.float32 if given["state_dtype"] is None else given["state_dtype"]
         dtypes = {key: usual if given[key] is None else given[key] for key in self.store.format_options}
         if is_drop_in := isinstance(self, OfDropIns):

@@ -9,13 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from fused_optim.adam import average_square, check_eps
 from fused_optim.formats.arithmetic import fma, sqrt
+from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import check_decay_rates
+from fused_optim.options.reading import NativeOptions
+from fused_optim.options.table import takes_options
 from fused_optim.rules import Rule, Scalars, averaging, integer_power, read_rules
 
 SPEC = read_rules(Path(__file__).with_name("nadamw.toml"))["nadamw"]
@@ -48,3 +52,21 @@ class NAdamW(Rule):
         direction = fma(exp_avg, s.own.beta1, s.own.one_minus_beta1 * grad)
         denominator = fma(sqrt(exp_avg_sq), s.own.inverse_sqrt_correction2, s.own.eps)
         return fma(direction / denominator, -s.step_size, param * s.decay), [exp_avg, exp_avg_sq]
+
+
+class FusedNAdamW(ShardedOptimizer):
+    """NAdamW, with all of the package's options: formats, masters, sharding, checkpoints, clipping."""
+
+    rule: NAdamW
+
+    @takes_options(NativeOptions)
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        **options: Unpack[NativeOptions],
+    ) -> None:
+        super().__init__(params, NAdamW(), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **options)

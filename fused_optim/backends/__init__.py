@@ -142,7 +142,7 @@ def _backend_for(device_type: str, forced: Backend | None) -> Backend:
 _COMPILERS: dict[Compiled, str] = {"cpu": "a C++ compiler", "cuda": "CUDA's nvcc"}
 
 
-def why_reference(device_type: str) -> str:
+def why_reference(device_type: str, rule: RuleSpec | None = None) -> str:
     """Why the reference updates parameters on a kind of device, and what to do; empty if an engine does."""
     if forced_backend() == "torch":
         return "FUSED_OPTIM_BACKEND=torch"
@@ -152,7 +152,12 @@ def why_reference(device_type: str) -> str:
     if engine is None:
         remedy = f"Install fused_optim again where there is {_COMPILERS[device_type]}"
         return f"its {device_type} engine is not available ({reason.splitlines()[0]}). {remedy}"
-    return (_unsupported_driver() or _unsupported_gpu()) if device_type == "cuda" else ""
+    if device_type == "cuda" and (problem := _unsupported_driver() or _unsupported_gpu()):
+        return problem
+    if rule is not None and rule_number(rule, device_type) is None:
+        remedy = f"Install it again with FUSED_OPTIM_RULES set to the file that describes {rule.name}"
+        return f"its {device_type} engine was built without the update rule {rule.name}. {remedy}"
+    return ""
 
 
 def is_capturing() -> bool:
@@ -167,13 +172,13 @@ def backend_of(local: Tensor, rule: RuleSpec | None = None) -> Backend:
     without; it warns of the latter once.
     """
     backend: Backend = "torch" if isinstance(local, FakeTensor) else backend_for(local.device.type)
-    if backend != "torch" and rule is not None and rule_number(rule, backend) is None:
-        if forced_backend() is not None:
-            raise RuntimeError(f"FUSED_OPTIM_BACKEND={backend}, but that engine was built without the rule {rule.name}")
-        remedy = f"install it again with FUSED_OPTIM_RULES set to the file that describes {rule.name}"
-        _warn_of_the_reference(backend, f"its {backend} engine was built without that update rule: {remedy}")
-        return "torch"
-    return backend
+    if backend == "torch" or rule is None or rule_number(rule, backend) is not None:
+        return backend
+    problem = why_reference(backend, rule)
+    if forced_backend() is not None:
+        raise RuntimeError(f"FUSED_OPTIM_BACKEND={backend}, but {problem}")
+    _warn_of_the_reference(backend, problem)
+    return "torch"
 
 
 def rule_number(rule: RuleSpec, name: Compiled) -> int | None:

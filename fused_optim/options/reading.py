@@ -28,11 +28,16 @@ class OptionsOfAll(TypedDict, total=False):
     differentiable: bool
 
 
-class LionOptions(OptionsOfAll, total=False):
-    """Of :class:`fused_optim.FusedLion`, and of every other native class."""
+class NativeOptions(OptionsOfAll, total=False):
+    """Of every native class, whatever its rule."""
 
     capturable: bool
     maximize: bool
+
+
+class LionOptions(NativeOptions, total=False):
+    """Of :class:`fused_optim.FusedLion`."""
+
     exp_avg_dtype: torch.dtype | str | None
 
 

@@ -15,7 +15,7 @@ from fused_optim.backends import backend_of, why_reference
 from fused_optim.formats.masters import Master
 from fused_optim.formats.states import BLOCKS, state_format
 from fused_optim.memory.layout import MASTER, STEP, StateLayout
-from fused_optim.rules import StateSpec
+from fused_optim.rules import RuleSpec, StateSpec
 from fused_optim.sharding.dtensor import SMALLEST_BLOCKED_VECTOR, has_values, local_tensor
 from fused_optim.state.groups import Group
 from fused_optim.state.host_states import may_be_offloaded
@@ -97,6 +97,7 @@ class _Described:
     param: Tensor
     name: str
     layout: StateLayout
+    rule: RuleSpec
     asked: dict[str, str]  # names of the formats that its param group asks for
 
     @property
@@ -113,7 +114,7 @@ class _Described:
             "parameter": type(local).__name__ if quantized else _name(self.param.dtype),
             **{spec.name: fmt.name for spec, fmt in zip(self.layout.specs, self.layout.formats, strict=True)},
             "master": self.layout.master.codec.name,
-            "backend": backend_of(local),
+            "backend": backend_of(local, self.rule),
             "device": str(local.device),
             "states": str(self.layout.scales.device),
         }
@@ -167,7 +168,7 @@ def _described(store: StateStore) -> Iterator[_Described]:
         if not _is_stateless(store, param):
             layout = store.layouts[param] if param in store else store.new_layout(param, group)
             asked = {spec.name: state_format(group[spec.option]).name for spec in layout.specs}
-            yield _Described(param, name, layout, asked)
+            yield _Described(param, name, layout, store.rule.for_group(group).spec, asked)
 
 
 def _count(params: Iterable[Tensor]) -> dict[str, int]:
@@ -205,8 +206,8 @@ def _fallbacks_of(store: StateStore, described: _Described) -> Iterator[tuple[st
         what = MASTER if described.layout.offloaded else "states"
         yield what, "host memory", str(device), "it is quantized, and encoded from its master"
     device_type = device.type
-    if has_values(described.param) and backend_of(local_tensor(described.param)) == "torch":
-        yield "backend", device_type, "torch", why_reference(device_type)
+    if has_values(described.param) and backend_of(local_tensor(described.param), described.rule) == "torch":
+        yield "backend", device_type, "torch", why_reference(device_type, described.rule)
 
 
 def _products(store: StateStore, rows: int | None) -> list[dict[str, Any]]:
