@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
@@ -87,17 +87,6 @@ def observed(step: F) -> F:
     return cast(F, observed_step)
 
 
-def between_steps(method: F) -> F:
-    """Of an optimizer, a decorator: refused in the middle of a step that gradient release makes."""
-
-    @functools.wraps(method)
-    def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.stepper.check_idle(f"{method.__name__}()")
-        return method(self, *args, **kwargs)
-
-    return cast(F, asked)
-
-
 def with_denormals(function: F) -> F:
     """A decorator: denormals count, in scalars as in elements, whatever ``torch.set_flush_denormal`` says here.
 
@@ -136,3 +125,25 @@ def ungraded(function: F) -> F:
             torch._C._set_grad_enabled(before)
 
     return cast(F, ungraded_function)
+
+
+@overload
+def entry(method: F) -> F: ...
+@overload
+def entry(*, idle: bool = True) -> Callable[[F], F]: ...
+def entry(method: F | None = None, *, idle: bool = True) -> F | Callable[[F], F]:
+    """A decorator of an optimizer's public methods: outside of compiled graphs, of autograd and of inference mode.
+
+    ``idle``: refused in the middle of a step that gradient release makes. Methods that may be called then, or that
+    refuse it in words of their own, say False.
+    """
+
+    def decorate(method: F) -> F:
+        @functools.wraps(method)
+        def when_idle(self: Any, *args: Any, **kwargs: Any) -> Any:
+            self.stepper.check_idle(f"{method.__name__}()")
+            return method(self, *args, **kwargs)
+
+        return between_graphs(ungraded(cast(F, when_idle) if idle else method))
+
+    return decorate if method is None else decorate(method)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fused_optim.adam import EXP_AVG, EXP_AVG_SQ, Adam
-from fused_optim.decorators import between_graphs, between_steps
+from fused_optim.decorators import between_graphs, entry
 from fused_optim.formats.dtypes import as_dtype
 from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.matrices.newton_schulz import coefficients_of
@@ -193,8 +193,7 @@ class FusedMuon(ShardedOptimizer):
         own |= {"adjust_lr_fn": adjust_lr_fn, "splits": None, ALGORITHM: "muon"}
         super().__init__(params, rules, lr=lr, weight_decay=weight_decay, eps=eps, **own, **options)
 
-    @between_graphs
-    @between_steps
+    @entry
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch.optim does. Raises before the group is added if it cannot be used."""
         if self.rule.for_group(param_group) is self.rule.adamw:

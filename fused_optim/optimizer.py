@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from fused_optim import adapters
-from fused_optim.decorators import between_graphs, between_steps, declared_without, observed, ungraded
+from fused_optim.decorators import between_graphs, declared_without, entry, observed, ungraded
 from fused_optim.memory.layout import MASTER, STEP
 from fused_optim.options.checks import (
     can_be_updated,
@@ -101,19 +101,19 @@ class ShardedOptimizer(Publisher, OfOptimizers):
         return self.stepper.skip_group
 
     @skip_nonfinite_group.setter
-    @between_steps
+    @entry
     def skip_nonfinite_group(self, group: ProcessGroup | None) -> None:
         self.stepper.skip_group = group
 
-    def _reconcile(self, alone: bool = False) -> list[Tensor]:
+    def _reconcile(self, collective: bool = True) -> list[Tensor]:
         """Take in what others may have changed since this was last asked, before anything is read.
 
         In this order: steps that a device has counted, which groups show; remainders that were loaded before their
-        parameters, which then have their masters again (a collective where some are pending, left out if a rank is
-        ``alone`` in this); then parameters that others have written, since these are compared with whole masters. What
+        parameters, which then have their masters again (a collective where some are pending, left out without
+        ``collective``); then parameters that others have written, since these are compared with whole masters. What
         others have put into ``state`` is noticed by ``store`` whenever asked. Returns what was written.
         """
-        if not alone:
+        if collective:
             self.stepper.scalars.pull(self.store.groups)
             self.store.import_external()
             self.store.resolve_pending()
@@ -121,9 +121,7 @@ class ShardedOptimizer(Publisher, OfOptimizers):
 
     # --- param groups and pickling ------------------------------------------------------------------------------
 
-    @between_graphs
-    @ungraded
-    @between_steps
+    @entry
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch.optim does. Raises before the group is added if it cannot be used."""
         read = read_group(param_group, self.defaults)
@@ -159,9 +157,7 @@ class ShardedOptimizer(Publisher, OfOptimizers):
         adapters.retain_initial_values(group["params"])
         self._forget_compilers_key()
 
-    @between_graphs
-    @ungraded
-    @between_steps
+    @entry
     def replace_parameters(self, replacements: Mapping[Tensor, Tensor]) -> None:
         """Let other parameters take the places of some, with their states, and write them from the masters.
 
@@ -238,9 +234,7 @@ class ShardedOptimizer(Publisher, OfOptimizers):
 
     # --- states -------------------------------------------------------------------------------------------------
 
-    @between_graphs
-    @ungraded
-    @between_steps
+    @entry
     def initialize_state(self, param: Tensor | None = None) -> None:
         """Create the states of ``param``, or of all: zero moments, masters equal to the parameters. Idempotent."""
         self._initialize(param)
@@ -252,8 +246,7 @@ class ShardedOptimizer(Publisher, OfOptimizers):
         if param is None:
             self.stepper.prepare_capture()
 
-    @ungraded
-    @between_steps
+    @entry
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
         """A state's local values: FP32, shaped as the parameter's local shard.
 
@@ -262,11 +255,10 @@ class ShardedOptimizer(Publisher, OfOptimizers):
         KeyError for a state that the parameter does not have.
         """
         if state_name == MASTER:
-            self._reconcile(alone=True)
+            self._reconcile(collective=False)
         return self.store.read(param, state_name)
 
-    @ungraded
-    @between_steps
+    @entry
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """Encode local FP32 values (the parameter's local shape) into a state; remainders are taken as they are.
 
@@ -275,12 +267,10 @@ class ShardedOptimizer(Publisher, OfOptimizers):
         another dtype.
         """
         if state_name == MASTER:
-            self._reconcile(alone=True)
+            self._reconcile(collective=False)
         self.store.write(param, state_name, unscaled_state)
 
-    @between_graphs
-    @ungraded
-    @between_steps
+    @entry
     def master_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """The masters by the model's parameter names: FP32, with the parameters' shapes, meshes and placements.
 
@@ -295,9 +285,7 @@ class ShardedOptimizer(Publisher, OfOptimizers):
         params = [param for param in self.store.params if param in names and can_be_updated(param)]
         return {names[param][0]: self.store.master(param) for param in params}
 
-    @between_graphs
-    @ungraded
-    @between_steps
+    @entry
     def sync_params_from_master(self) -> None:
         """Write every parameter again from its master, rounded to nearest. Histories of scales stay as they are.
 
@@ -305,9 +293,7 @@ class ShardedOptimizer(Publisher, OfOptimizers):
         """
         self.stepper.sync_params()
 
-    @between_graphs
-    @ungraded
-    @between_steps
+    @entry
     def sync_masters_from_params(self) -> None:
         """Let every master follow its parameter: what was written into parameters is where the next step starts.
 
@@ -317,9 +303,9 @@ class ShardedOptimizer(Publisher, OfOptimizers):
         are not: call this after them. Remainders complete whatever the parameter is.
         """
         followed = {*self._reconcile()}  # once: a quantized weight's codes need not be its rounded master then
-        self.store.sync_masters_from_params(written_only=False, but=followed)
+        self.store.sync_masters_from_params(written_only=False, exclude=followed)
 
-    @between_graphs
+    @entry(idle=False)
     def state_bytes(self) -> int:
         """Bytes that this rank holds for moments, masters and scales, those in host memory included.
 
@@ -327,7 +313,7 @@ class ShardedOptimizer(Publisher, OfOptimizers):
         """
         return self.store.nbytes
 
-    @between_graphs
+    @entry(idle=False)
     def summary(self, rows: int | None = None) -> Summary:
         """What this rank really has: parameters and bytes by actual format, master and backend, fallbacks, and why.
 
@@ -340,8 +326,7 @@ class ShardedOptimizer(Publisher, OfOptimizers):
         """
         return summarize(type(self).__name__, self.store, rows)
 
-    @between_graphs
-    @ungraded
+    @entry(idle=False)
     def diagnostics(self) -> Diagnostics:
         """What the next step will do, and what rounding makes of it, by parameter and by param group.
 
@@ -380,8 +365,7 @@ class ShardedOptimizer(Publisher, OfOptimizers):
             elif grad is not None:
                 grad.zero_()
 
-    @between_graphs
-    @ungraded
+    @entry(idle=False)
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clip the next step's gradients by their total norm over all shards, and return that norm.
 
@@ -425,8 +409,7 @@ class ShardedOptimizer(Publisher, OfOptimizers):
 
     # --- state dict ---------------------------------------------------------------------------------------------
 
-    @between_graphs
-    @ungraded
+    @entry(idle=False)
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's, with states in the form of ``checkpoint_format``; see ``fused_optim.state.state_dict``.
 
@@ -449,9 +432,7 @@ class ShardedOptimizer(Publisher, OfOptimizers):
             state_dict = state_dict if replaced is None else replaced
         return state_dict
 
-    @between_graphs
-    @ungraded
-    @between_steps
+    @entry
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states saved from any format into this optimizer's formats; see ``fused_optim.state.state_dict``.
 

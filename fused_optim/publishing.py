@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 from fused_optim.adapters import Place
 from fused_optim.backends import is_capturing
 from fused_optim.backends.changed_bits import MarkedTensor, collect
-from fused_optim.decorators import between_graphs, between_steps, ungraded
+from fused_optim.decorators import entry
 from fused_optim.sharding.collective import gather as collective_gather
 from fused_optim.sharding.collective import on_all_ranks
 from fused_optim.sharding.dtensor import dense
@@ -29,9 +29,7 @@ class Publisher(Optimizer):
     store: StateStore
     stepper: Stepper
 
-    @between_graphs
-    @ungraded
-    @between_steps
+    @entry
     def track_changes(self, enabled: bool = True, where: Where = "device") -> None:
         """Track from now on which elements of the parameters change. Nothing counts as changed so far.
 
@@ -45,9 +43,7 @@ class Publisher(Optimizer):
         """
         self.store.snapshot = Snapshot(self.store.params, where) if enabled else None
 
-    @between_graphs
-    @ungraded
-    @between_steps
+    @entry
     def mark_changed(self, param: Tensor | None = None) -> None:
         """Count all elements of ``param``, or of all parameters, as changed: the next take returns them all."""
         snapshot = self._snapshot()
@@ -63,8 +59,7 @@ class Publisher(Optimizer):
             raise RuntimeError("CUDA graph capture: changes are taken between replays, not in a graph")
         return self.store.snapshot
 
-    @between_graphs
-    @ungraded
+    @entry(idle=False)
     def take_changes(self, model: nn.Module, gather: bool = False) -> dict[str, Changes]:
         """Elements that changed since the last call, or since :meth:`track_changes`: by name, indices in the whole
         tensor and values. Nothing of the model counts as changed afterwards; parameters of the optimizer's other models
@@ -83,8 +78,7 @@ class Publisher(Optimizer):
         """
         return self._changes("take_changes()", model, gather, taken=True)
 
-    @between_graphs
-    @ungraded
+    @entry(idle=False)
     def peek_changes(self, model: nn.Module, gather: bool = False) -> dict[str, Changes]:
         """Return the same as :meth:`take_changes`, and keep the elements marked as changed."""
         return self._changes("peek_changes()", model, gather, taken=False)

@@ -21,7 +21,6 @@ from fused_optim.adam import FusedAdam
 from fused_optim.decorators import between_graphs
 from fused_optim.memory.by_parameter import ByParameter
 from fused_optim.sharding.collective import parameter_names
-from fused_optim.step.amp import notice_scaled_losses
 
 
 def enable_gradient_release(
@@ -84,7 +83,6 @@ class GradientRelease:
         # where the garbage collector does not look, and the model and its states would never be freed.
         self._this = weakref.ref(self)
         self._reducing = _reducing(model) if isinstance(model, DistributedDataParallel) else None
-        notice_scaled_losses()
         try:
             self.buckets = optimizer.stepper.start_release(self._choose, bucket_bytes)
         except BaseException:

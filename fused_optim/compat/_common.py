@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.adam import FusedAdam
-from fused_optim.decorators import between_graphs, between_steps, ungraded
+from fused_optim.decorators import entry
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.table import OfDropIns, flag_of
 from fused_optim.sharding.dtensor import local_tensor
@@ -26,9 +26,7 @@ class PeersSettings(ShardedOptimizer, OfDropIns):
             options["store_param_remainders"] = self._default_remainders
         super().__init__(*arguments, **options)
 
-    @between_graphs
-    @ungraded
-    @between_steps
+    @entry
     def initialize_state(self, param: Tensor | None = None, store_param_remainders: bool | None = None) -> None:
         """Create the states of ``param``, or of all: zero moments, masters equal to the parameters. Idempotent.
 
@@ -61,7 +59,7 @@ class PeersAdam(PeersSettings, FusedAdam):
         return self.rule.adam_w_mode
 
     @adam_w_mode.setter
-    @between_steps
+    @entry
     def adam_w_mode(self, mode: bool) -> None:
         self.rule.adam_w_mode = mode
 

@@ -1,8 +1,8 @@
 """Copies of states and parameters to the host that a GPU makes while training goes on.
 
 These tensors change in steps only, so the copies run beside the next forward and backward pass, on a stream of their
-own. Whoever in this package is about to write states or parameters calls :func:`wait` first: the current streams wait
-for the copies, the host does not.
+own. Whoever in this package is about to write states or parameters calls :func:`wait_for_saves` first: the current
+streams wait for the copies, the host does not.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def finish(copy: Copy) -> None:
         _under_way = tuple(other for other in _under_way if other is not copy)
 
 
-def wait() -> None:
+def wait_for_saves() -> None:
     """Let the current stream of every device wait for the copies that are under way there, before something is written.
 
     No host synchronisation. Raises RuntimeError while a CUDA graph is captured, which could not wait again.

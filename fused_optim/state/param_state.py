@@ -92,7 +92,7 @@ class ParamState:
 
     def seed_master(self, value: Tensor) -> None:
         """Set the master from the parameter's local FP32 ``value``; the parameter stays as it is."""
-        copies.wait()
+        copies.wait_for_saves()
         for master, piece in self._master_pieces(value, None):
             self.layout.master.codec.seed(master, piece)
 
@@ -217,7 +217,7 @@ class ParamState:
 
     def write(self, name: str, value: Tensor | Stored) -> None:
         """Encode local FP32 values into a state, or an FP16 master, rounding to nearest; or copy what is stored."""
-        copies.wait()
+        copies.wait_for_saves()
         if isinstance(value, Stored):
             self.stored(name).copy_(value, self._local().device)
         else:
@@ -232,7 +232,7 @@ class ParamState:
 
         Returns the update of a quantized parameter, to be written with those of all other parameters at once.
         """
-        copies.wait()
+        copies.wait_for_saves()
         local = self._local()
         if adapter_of(self.param) is not None:
             value = dense(moved(value, local.device).float())
@@ -258,7 +258,7 @@ class ParamState:
 
     def write_remainder(self, loaded: LoadedRemainder) -> None:
         """Set the master from loaded remainders. The parameter has its high bits, or will have where they are kept."""
-        copies.wait()
+        copies.wait_for_saves()
         if self.layout.master is loaded.kind:
             low = local_tensor(self.tensors[MASTER])
             copy_into(low, loaded.bits(low.shape))
@@ -278,7 +278,7 @@ class ParamState:
         """
         if not self.layout.master.is_separate:
             return
-        copies.wait()
+        copies.wait_for_saves()
         master, adapter = self.read_master(), adapter_of(self.param)
         if adapter is None:
             parts = zip(*(x.reshape(-1).split(COMPARED) for x in (master, self._local())), strict=True)

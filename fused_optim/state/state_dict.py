@@ -187,7 +187,7 @@ def load(store: StateStore, checked: Checked) -> None:
             for id_, saved in checked.states.items()
         }
     misfit = _any_misfit(loaded, params)
-    copies.wait()
+    copies.wait_for_saves()
     for group, saved, step in zip(store.groups, checked.groups, checked.steps, strict=True):
         taken = {key: copy.deepcopy(saved[key]) for key in taken_keys(store, group, saved)}
         group.update({**taken, **read_group(taken, store.defaults)})

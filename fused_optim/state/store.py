@@ -398,7 +398,7 @@ class StateStore:
         elif value.dtype != target.dtype:
             raise TypeError(f"{self.describe(param)}: {name}: expected {target.dtype}, got {value.dtype}")
         else:
-            copies.wait()
+            copies.wait_for_saves()
             target.copy_(value)
         if name == MASTER:
             states.record_versions()
@@ -425,7 +425,7 @@ class StateStore:
     def sync_params(self) -> None:
         """Write every parameter again from its master. A collective where weights have a scale for all their shards."""
         self.resolve_pending()
-        copies.wait()
+        copies.wait_for_saves()
         remaining = []
         for states in self:
             if states.layout.master is not Master.PARAMETER:
@@ -438,13 +438,13 @@ class StateStore:
         for states in self:
             states.record_versions()
 
-    def sync_masters_from_params(self, written_only: bool = True, but: Collection[Tensor] = ()) -> list[Tensor]:
+    def sync_masters_from_params(self, written_only: bool = True, exclude: Collection[Tensor] = ()) -> list[Tensor]:
         """Let masters follow parameters that others have written: returns these.
 
         See ``ParamState.sync_master_from_param``.
         """
         self.import_external()
-        others = [param for param in self.params if param not in but and param in self]
+        others = [param for param in self.params if param not in exclude and param in self]
         followed = [param for param in others if self[param].is_written or not written_only]
         for param in followed:
             self[param].sync_master_from_param()

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
-from torch.autograd import Variable
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
-
-_scaled_pass: weakref.ref[Callable[[], None]] | None = None  # the last backward pass of a scaled loss, while it runs
 
 
 def amp_scalars(optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> tuple[Tensor | None, Tensor | None]:
@@ -52,44 +43,3 @@ def mark_stepped(optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> N
 
 def _any_overflow(found: list[Tensor]) -> Tensor | None:
     return sum((flag.to(found[0].device) for flag in found[1:]), start=found[0]) if found else None
-
-
-# --- gradient release, whose updates come before the scaler says that there is one ----------------------------------
-
-
-@functools.cache
-def notice_scaled_losses() -> None:
-    """From now on :func:`gradients_are_scaled` knows: replaces ``GradScaler.scale``, once."""
-    torch.amp.GradScaler.scale = _noticed(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
-
-
-def gradients_are_scaled() -> bool:
-    """Whether a backward pass of a loss runs that a GradScaler has scaled."""
-    return _scaled_pass is not None and _scaled_pass() is not None
-
-
-def _noticed(scale: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(scale)
-    def noticed(self: torch.amp.GradScaler, outputs: Any) -> Any:
-        scaled = scale(self, outputs)
-        return tree_map_only(Tensor, _watched, scaled) if self.is_enabled() else scaled
-
-    return noticed
-
-
-def _watched(loss: Tensor) -> Tensor:
-    if loss.requires_grad:
-        loss.register_hook(_note_pass)
-    return loss
-
-
-def _note_pass(_: Tensor) -> None:
-    """Autograd holds what it would call at the end of a pass, as long as that runs."""
-    global _scaled_pass
-
-    def at_end() -> None:
-        global _scaled_pass
-        _scaled_pass = None
-
-    _scaled_pass = weakref.ref(at_end)
-    Variable._execution_engine.queue_callback(at_end)

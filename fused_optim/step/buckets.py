@@ -34,7 +34,6 @@ from fused_optim.sharding.dtensor import local_tensor, sharding_dims
 from fused_optim.state.groups import Group
 from fused_optim.state.store import StateStore
 from fused_optim.step.agreement import Agreement, CollectivesOfRank, is_misplaced
-from fused_optim.step.amp import gradients_are_scaled
 from fused_optim.step.plan import Plan, PlanKey, placed_as
 from fused_optim.step.scalars import DeviceScalars
 from fused_optim.step.signature import signature_of
@@ -208,7 +207,7 @@ class ReleasedStep:
     def _update_bucket(self, number: int) -> None:
         members = _alive(self._members[number])
         with self.streams.beside(members):
-            copies.wait()
+            copies.wait_for_saves()
             try:
                 self._update([number], _send_nothing)
             except OutOfPlace:
@@ -248,8 +247,6 @@ class ReleasedStep:
 
     def _begin(self) -> None:
         """Prepare a step, once for all its updates. Raises before anything is changed."""
-        if gradients_are_scaled():
-            raise RuntimeError(NO_SCALER)
         self._stepping.check_groups(self._store.groups)
         self._store.resolve_pending()
         if not self._trainable.are(self._now_trainable()):

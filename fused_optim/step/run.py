@@ -76,7 +76,7 @@ class Stepper:
         """Sync masters by the plan for its parameters, and by the store for parameters that came later."""
         followed = [param for plan in plans for param in plan.sync_written_masters()]
         known = {param for plan in plans for param in plan.params}
-        return followed + self._store.sync_masters_from_params(but=known)
+        return followed + self._store.sync_masters_from_params(exclude=known)
 
     def leave_plan(self) -> None:
         """Drop the plan. The store remembers the parameters' versions from then on."""
@@ -111,7 +111,7 @@ class Stepper:
         """Update every parameter that has a gradient. Raises before anything is changed."""
         if self.buckets is not None:
             self.buckets.check_backward_is_over("step()")
-        copies.wait()
+        copies.wait_for_saves()
         capturing = is_capturing()
         if capturing:
             self._check_capture()

@@ -116,7 +116,7 @@ def test_steps_wait_for_the_copies(master: cases.Master, fmt: torch.dtype, devic
 
 def test_without_waiting_copies_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests of this file rely on."""
-    monkeypatch.setattr("fused_optim.memory.copies.wait", lambda: None)
+    monkeypatch.setattr("fused_optim.memory.copies.wait_for_saves", lambda: None)
     model, optimizer = build("native")
     grads = grads_of(model, range(2, 4))
     staged = SlowStager(optimizer).stage(state_of(model, optimizer))

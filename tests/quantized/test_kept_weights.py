@@ -13,8 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -339,32 +338,3 @@ def tensor_parallel() -> list[bool]:
 @pytest.mark.parametrize("ranks, on", on_each_device((2,), (4,), nccl=[]))
 def test_tensor_parallelism(ranks: int, on: str) -> None:
     assert all(all(same) for same in distributed.run(ranks, tensor_parallel, on=on))
-
-
-# --- FSDP1 ------------------------------------------------------------------------------------------------------------
-
-
-def refused_by_fsdp1() -> list[str]:
-    """For each recipe what is said, with nothing changed; then what plain models are told."""
-    found = []
-    for pair in RECIPES.values():
-        for recipe in pair:
-            for policy, originals in ((None, True), (None, False), (ModuleWrapPolicy({nn.Linear}), True)):
-                layers = quantize_model_(model(), recipe)
-                before = dict(layers.named_parameters())
-                try:
-                    FullyShardedDataParallel(layers, policy, use_orig_params=originals, device_id=torch.device("cpu"))
-                except TypeError as error:
-                    found.append(str(error))
-                assert dict(layers.named_parameters()) == before
-    FullyShardedDataParallel(dequantize_model_(layers), device_id=torch.device("cpu"))
-    return found
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_fsdp1_is_refused_by_name(ranks: int) -> None:
-    """It would flatten the values, and layers would multiply in BF16."""
-    for found in distributed.run(ranks, refused_by_fsdp1):
-        assert len(found) == 6 * len(RECIPES)
-        assert all(text.startswith("0.weight: FullyShardedDataParallel (FSDP1)") for text in found)
-        assert all("use fully_shard (FSDP2), or dequantize_model_(model) before" in text for text in found)

@@ -82,7 +82,6 @@ REPLACED = {
     "torch.distributed.checkpoint.state_dict._gather_state_dict",
     "torch.distributed._state_dict_utils._broadcast_tensors",
     "torch.optim.swa_utils.AveragedModel.__init__",
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel.__init__",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.__init__",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.reset_sharded_param",
     "torch.distributed.tensor.placement_types.Shard._split_tensor",

@@ -71,7 +71,7 @@ def test_updates_wait_for_copies_that_a_save_is_making(monkeypatch: pytest.Monke
     def state() -> list[Tensor]:
         return [param.detach().clone() for param in model.parameters()]
 
-    monkeypatch.setattr("fused_optim.memory.copies.wait", lambda: waits.append(state()))
+    monkeypatch.setattr("fused_optim.memory.copies.wait_for_saves", lambda: waits.append(state()))
     before = state()
     loss_of(model, 0).backward()
     assert waits and all(map(torch.equal, waits[0], before))

@@ -181,11 +181,11 @@ def wait_for_copies() -> None:
 
     Steps of optimizers and ``load_state_dict`` of this package's do so themselves. No host synchronisation.
     """
-    copies.wait()
+    copies.wait_for_saves()
 
 
 def _wait_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    copies.wait()
+    copies.wait_for_saves()
 
 
 def _is_captured(optimizer: Optimizer) -> bool:

@@ -244,7 +244,7 @@ def _finish(all_params: Iterable[nn.Parameter]) -> None:
         if not param.requires_grad:
             local_weight(param).release()
     updates = [Update(param, local_weight(param).initial_values()) for param in _pending(params)]
-    copies.wait()
+    copies.wait_for_saves()
     for pending in updates:
         local_weight(pending.param).forget_scales()
     update.quantize(updates)

@@ -11,7 +11,6 @@ arguments are the same. So torch's functions that make a weight's own shards and
 :func:`torch_makes_weights`.
 
 Averages move by small parts of a format's steps, which rounding would take away: they would stay what they were first.
-FSDP1 puts the values of all weights into one plain tensor, and views of it in their places.
 
 docs/quantized.md lists all of them.
 """
@@ -29,13 +28,11 @@ from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.swa_utils import AveragedModel
 
-from fused_optim.quantized.recipes import Recipe
 from fused_optim.quantized.tensor.dispatch import Decodable, decoded
 from fused_optim.sharding.dtensor import local_tensor
 
@@ -51,7 +48,6 @@ def install() -> None:
     state_dict._gather_state_dict = _gather_state_dict(state_dict._gather_state_dict)
     _state_dict_utils._broadcast_tensors = _broadcast_tensors(_state_dict_utils._broadcast_tensors)
     AveragedModel.__init__ = _average(AveragedModel.__init__)  # type: ignore[method-assign]
-    FullyShardedDataParallel.__init__ = _flatten(FullyShardedDataParallel.__init__)  # type: ignore[method-assign]
     # shards, and what they are gathered from
     FSDPParam.__init__ = _makes_weights(FSDPParam.__init__)  # type: ignore[method-assign]
     FSDPParam.reset_sharded_param = _makes_weights(FSDPParam.reset_sharded_param)  # type: ignore[method-assign]
@@ -127,21 +123,5 @@ def _average(original: Callable[..., None]) -> Callable[..., None]:
                     "average the masters, optimizer.master_state_dict(model), as docs/quantized.md shows"
                 )
         original(self, model, *args, **kwargs)
-
-    return initialise
-
-
-def _flatten(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def initialise(self: FullyShardedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        for name, param in module.named_parameters():
-            local = param._local_tensor if isinstance(param, DTensor) else param
-            recipe = getattr(local, "recipe", None)  # of a weight that is kept plain, too
-            if isinstance(recipe, Recipe):
-                raise TypeError(
-                    f"{name}: FullyShardedDataParallel (FSDP1) would flatten the values of a weight of recipe "
-                    f"{recipe.name}, and forget the recipe: use fully_shard (FSDP2), or dequantize_model_(model) before"
-                )
-        original(self, module, *args, **kwargs)
 
     return initialise
