@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fused_optim
-from fused_optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon
+from fused_optim import FusedAdam, FusedAdamW, FusedAdEMAMix, FusedLion, FusedMuon
 from fused_optim.compat import apex, transformer_engine
 from fused_optim.options import reading, table
 
@@ -23,6 +23,7 @@ NATIVE = {
     FusedAdamW: reading.Options,
     FusedLion: reading.LionOptions,
     FusedMuon: reading.MuonOptions,
+    FusedAdEMAMix: reading.AdEMAMixOptions,
 }
 DROP_INS = {
     apex.FusedAdam: reading.OptionsBesideApex,
