@@ -370,26 +370,6 @@ def test_files_are_several_times_smaller(master: cases.Master, ratio: float, fmt
     assert sizes["unscaled"] >= ratio * sizes["native"], sizes
 
 
-def test_documented_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # no process group
-        for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-            exec(code, names)
-    param, optimizer, other = names["model"].weight, names["optimizer"], names["other"]
-    assert optimizer.get_unscaled_state(param, "exp_avg").any()
-    assert other.state[param]["exp_avg"].dtype == torch.bfloat16 and other.param_groups[0]["step"] == 1
-    assert torch.equal(
-        names["resumed"].state[names["resumed_model"].weight]["exp_avg"], optimizer.state[param]["exp_avg"]
-    )
-    (shard,) = Path("step-1").glob("*.distcp")
-    shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(FileNotFoundError, match="no checkpoint is whole"):
-        names["resume"](["step-1"])
-
-
 # --- several processes ------------------------------------------------------------------------------------------
 
 
