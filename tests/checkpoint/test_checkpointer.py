@@ -397,38 +397,6 @@ def test_extras_that_cannot_be(tmp_path: Path) -> None:
     assert other.load_latest(without=["loader"]) == 1
 
 
-@pytest.mark.parametrize("options", [{"keep": 0}, {"every": -1}, {"format": "x"}], ids=str)
-def test_bad_options(options: dict[str, Any], tmp_path: Path) -> None:
-    model, optimizer = build(REM16, torch.int8)
-    with pytest.raises(ValueError, match=f"{next(iter(options))}: expected"):
-        Checkpointer(model, optimizer, tmp_path, **options)
-
-
-def pipeline_stages(folder: str) -> None:
-    """Each rank owns other parameters: every one has its settings in the checkpoint."""
-    rank = dist.get_rank()
-
-    def stage(seed: int) -> tuple[nn.Module, FusedAdam]:
-        torch.manual_seed(seed)
-        model = nn.Module()
-        model.register_module(f"stage{rank}", nn.Linear(64, 8 + rank))
-        return model, FusedAdam(model.parameters(), lr=0.1 * (rank + 1), exp_avg_dtype=torch.int8)
-
-    model, optimizer = stage(0)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    with Checkpointer(model, optimizer, folder, sigterm=False) as checkpointer:
-        checkpointer.save(1)
-    other, other_optimizer = stage(1)
-    other_optimizer.param_groups[0]["lr"] = 9.0
-    assert Checkpointer(other, other_optimizer, folder, sigterm=False).load_latest() == 1
-    assert other_optimizer.param_groups[0]["lr"] == 0.1 * (rank + 1)
-    for own, loaded in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(own, loaded)
-        assert torch.equal(optimizer.state[own]["exp_avg"], other_optimizer.state[loaded]["exp_avg"])
-
-
 def test_model_and_optimizer_exchanged(tmp_path: Path) -> None:
     model, optimizer = build(REM16, torch.int8)
     other: Any = torch.optim.AdamW(model.parameters())
@@ -439,10 +407,6 @@ def test_model_and_optimizer_exchanged(tmp_path: Path) -> None:
             ):
                 call(*given, tmp_path)  # type: ignore[operator]
     assert not [*tmp_path.iterdir()]
-
-
-def test_pipeline_stages(tmp_path: Path) -> None:
-    distributed.run(2, pipeline_stages, str(tmp_path))
 
 
 # --- folders ---------------------------------------------------------------------------------

@@ -1,13 +1,11 @@
-"""Checkpoints move between numbers of ranks, placements, state formats and masters; resuming changes no bit.
+"""Checkpoints move between numbers of ranks, placements and state formats; resuming changes no bit.
 
 Every load goes into a freshly built model and optimizer with other values, other hyperparameters and no states.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
-import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +20,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
-    get_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor, Shard
@@ -44,7 +41,6 @@ from checkpoint_cases import (
 )
 from distributed import Part, assert_same, join_all, part, same_bits, shard, shard_like, two_gpus
 from fused_optim import FusedAdam
-from fused_optim.sharding.dtensor import local_tensor
 from pairwise import each_once
 
 
@@ -137,7 +133,7 @@ def test_resuming_on_gpus_changes_no_bit(checkpoints: Callable[..., str], source
     check_resumed(target, "fsdp", "remainder16", way, path, on="cuda")
 
 
-# --- other formats and masters ----------------------------------------------------------------------------------
+# --- other formats ----------------------------------------------------------------------------------------------
 
 
 def block_of(x: Tensor) -> int:
@@ -192,48 +188,6 @@ def test_states_load_into_other_formats_within_their_rounding(checkpoints: Calla
         assert state == "exp_avg" or (value[saved[name] > 2**-120] > 0).all(), name
 
 
-def load_into_master(how: str, path: str, master: str) -> dict[str, Part]:
-    run = load_fresh(how, master, "nested", path)
-    masters = run.optimizer.master_state_dict(run.model)
-    return run.snapshot() | {f"{name}: exported": part(value) for name, value in masters.items()}
-
-
-@pytest.mark.parametrize(
-    "source, target, bound",
-    each_once(
-        [
-            ("bfloat16", "remainder16", 0),
-            ("remainder16", "bfloat16", 0),
-            ("remainder8", "bfloat16", 0),
-            ("remainder8", "remainder16", 0),
-            ("bfloat16", "remainder8", 2**-16),
-            ("remainder16", "remainder8", 2**-16),
-            ("bfloat16", "no master", 2**-8),
-            ("remainder16", "no master", 2**-8),
-            ("float16", "bfloat16", 0),
-            ("float16", "remainder16", 0),
-            ("float16", "float16", 0),
-            ("bfloat16", "float16", 2**-11),
-            ("remainder16", "float16", 2**-11),
-        ]
-    ),
-)
-def test_masters_load_into_other_masters(
-    checkpoints: Callable[..., str], source: str, target: str, bound: float
-) -> None:
-    path = checkpoints(2, "fsdp", source)
-    loaded = join_all(distributed.run(3, load_into_master, "fsdp", path, target))
-    saved = straight(source)[0]
-    for name, exported in loaded.items():
-        if name.endswith("exported") and "frozen" not in name:
-            parameter, master = name.replace("exported", "parameter"), saved[name.replace("exported", "master_param")]
-            assert ((exported - master).abs() <= bound * master.abs()).all(), name
-            rounded = 2**-8 + (bound if target == "float16" else 0)  # from the rounded master
-            assert ((loaded[parameter].float() - master).abs() <= rounded * master.abs()).all(), name
-        elif ": exp_avg" in name and "frozen" not in name:
-            assert torch.equal(exported, saved[name]), name
-
-
 # --- direct loads -----------------------------------------------------------------------------------------------
 
 
@@ -257,34 +211,6 @@ def test_state_dicts_of_whole_and_sharded_parameters_are_exchangeable(ways: tupl
         loaded, saved = ({k: v for k, v in each.items() if "parameter" not in k} for each in (loaded, saved))
     trained = [{k: v for k, v in each.items() if "frozen" not in k} for each in (loaded, saved)]
     assert_same(*trained)
-
-
-def contents(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A copy of everything in a state dict, tensors by their local values."""
-    tensors = {
-        f"{key} {name}": local_tensor(value).clone()
-        for key, states in state_dict["state"].items()
-        for name, value in states.items()
-    }
-    groups = [{key: str(value) for key, value in group.items()} for group in state_dict["param_groups"]]
-    return {"keys": [*state_dict], "groups": groups, "tensors": tensors}
-
-
-def load_twice(master: str) -> None:
-    saved, loaded = Run("fsdp", master), Run("fsdp", master, fresh=True)
-    saved.train(0, SAVED_AT)
-    state = saved.optimizer.state_dict()
-    before = contents(state)
-    loaded.optimizer.load_state_dict(state)
-    loaded.train(SAVED_AT, END)
-    after = contents(state)
-    assert_same(after.pop("tensors"), before.pop("tensors"))
-    assert after == before
-
-
-@pytest.mark.parametrize("master", MASTERS)
-def test_loading_neither_changes_nor_keeps_the_state_dict(master: str) -> None:
-    distributed.run(2, load_twice, master)
 
 
 def load_with_gradients(way: str, path: str) -> dict[str, Part]:
@@ -350,42 +276,6 @@ def test_long_vectors_load_within_rounding_where_blocks_move(tmp_path: Path) -> 
         assert (error <= bound).all(), name
 
 
-def refuse_to_load(spoil: str) -> str:
-    """A load that fails halfway through the state dict; returns the error's text."""
-    saved, loaded = Run("fsdp", "remainder16"), Run("fsdp", "remainder16", fresh=True)
-    saved.train(0, SAVED_AT)
-    loaded.train(0, 1)
-    state = saved.optimizer.state_dict()
-    last = max(state["state"])
-    if spoil == "missing":
-        del state["state"][last]["exp_avg"]
-    elif spoil == "shape":
-        state["state"][last]["exp_avg"] = state["state"][0]["exp_avg"]
-    elif spoil == "integers":
-        state["state"][last]["master_param"] = state["state"][last]["master_param"].to(torch.int32)
-    elif spoil == "step":
-        del state["param_groups"][-1]["step"]
-    before = {name: values for name, (_, _, values) in loaded.snapshot().items()}
-    with pytest.raises((KeyError, TypeError, ValueError)) as error:
-        loaded.optimizer.load_state_dict(state)
-    assert_same({name: values for name, (_, _, values) in loaded.snapshot().items()}, before)
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    "spoil, message",
-    [
-        ("missing", "parameter 22 .*lacks exp_avg"),
-        ("shape", r"parameter 22 .*expected shape \(10,\)"),
-        ("integers", "parameter 22 .*got torch.int32"),
-        ("step", "no step"),
-    ],
-)
-def test_wrong_state_dicts_are_refused_on_every_rank_and_change_nothing(spoil: str, message: str) -> None:
-    errors = distributed.run(2, refuse_to_load, spoil, timeout=20)
-    assert all(re.search(message, error) for error in errors), errors
-
-
 # --- forms and special values -----------------------------------------------------------------------------------
 
 
@@ -418,50 +308,6 @@ def by_name(run: Run) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("world_size, how", [(3, "fsdp"), (4, "hsdp"), (4, "tp")])
 def test_states_are_saved_as_float32_placed_like_their_parameters(world_size: int, how: str) -> None:
     distributed.run(world_size, check_saved_forms, how)
-
-
-def save_after_nan(path: str) -> dict[str, Part]:
-    run = Run("fsdp", "remainder16")
-    run.train(0, SAVED_AT)
-    for name, param in run.model.named_parameters():
-        gradient = torch.zeros(param.shape)
-        gradient.view(-1)[3] = float("nan")
-        param.grad = None if name.endswith("frozen") else shard_like(gradient.to(param.dtype), param)
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-    save_nested(run, path)
-    return run.snapshot()
-
-
-def load_nan(path: str) -> dict[str, Part]:
-    return load_fresh("fsdp", "remainder16", "nested", path).snapshot()
-
-
-def test_nan_survives_saving_and_loading(tmp_path: Path) -> None:
-    path = str(tmp_path / "checkpoint")
-    saved = trained_states(join_all(distributed.run(2, save_after_nan, path)))
-    loaded = trained_states(join_all(distributed.run(3, load_nan, path)))
-    assert_same(loaded, saved)
-    for name, value in loaded.items():
-        if "frozen" not in name and "group" not in name:
-            assert value.view(-1)[3].isnan(), name
-            assert not value.view(-1)[-1].isnan() or value.numel() <= 128, name
-
-
-def save_while_training(path: str) -> dict[str, Part]:
-    run = Run("fsdp", "remainder16")
-    run.train(0, SAVED_AT)
-    model, optimizer = get_state_dict(run.model, run.optimizer)
-    pending = dcp.async_save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
-    run.train(SAVED_AT, END)
-    pending.result()
-    return run.snapshot()
-
-
-def test_training_may_go_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
-    path = str(tmp_path / "checkpoint")
-    assert_same(join_all(distributed.run(2, save_while_training, path)), straight("remainder16")[1])
-    check_resumed(3, "fsdp", "remainder16", "nested", path)
 
 
 def save_tensor_lr(path: str) -> None:
@@ -514,21 +360,3 @@ def resume_with_frozen_group(way: str, path: str) -> tuple[list[int], bool]:
 def test_groups_of_frozen_parameters_resume(way: str, tmp_path: Path) -> None:
     results = distributed.run(2, resume_with_frozen_group, way, str(tmp_path / "checkpoint"))
     assert results == [([SAVED_AT, 0, *[SAVED_AT] * (len(FORMATS) - 2)], True)] * 2
-
-
-def return_to_start() -> bool:
-    """A trained optimizer gets the state dict that it had before its first step. Returns whether it starts anew."""
-    run, expected = Run("fsdp", "no master"), Run("fsdp", "no master")
-    start = copy.deepcopy(run.optimizer.state_dict())
-    model = copy.deepcopy(run.model.state_dict())
-    run.train(0, SAVED_AT)
-    run.model.load_state_dict(model)
-    run.optimizer.load_state_dict(start)
-    expected.train(0, 1)
-    run.train(0, 1)
-    pairs = zip(run.snapshot().items(), expected.snapshot().values(), strict=True)
-    return all(same_bits(a, b) for (name, (_, _, a)), (_, _, b) in pairs if "group" not in name)
-
-
-def test_loading_a_state_dict_without_states_starts_anew() -> None:
-    assert distributed.run(2, return_to_start) == [True, True]

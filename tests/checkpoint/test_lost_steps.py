@@ -502,9 +502,13 @@ def test_steps_of_other_libraries(step: Any, tmp_path: Path) -> None:
     assert checkpointer.steps() == [3] and checkpointer.path(3) == str(tmp_path / "step-00000003")
 
 
-@pytest.mark.parametrize("options", [{"keep": 2.5}, {"keep": True}, {"keep": 0}, {"every": -1}, {"every": "3"}])
-def test_other_numbers(options: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises((TypeError, ValueError), match=f"{next(iter(options))}: expected a whole number"):
+OPTIONS = [{"keep": 2.5}, {"keep": True}, {"keep": 0}, {"every": -1}, {"every": "3"}, {"keep_every": 0}]
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, {"keep_every": 2.5}, {"format": "x"}], ids=str)
+def test_other_options(options: dict[str, Any], tmp_path: Path) -> None:
+    expected = f"{next(iter(options))}: expected {'' if 'format' in options else 'a whole number'}"
+    with pytest.raises((TypeError, ValueError), match=expected):
         opened(tmp_path, **options)
 
 

@@ -96,18 +96,6 @@ def test_what_was_removed(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "options, error, match",
-    [
-        ({"keep_every": 0}, ValueError, "keep_every: expected"),
-        ({"keep_every": 2.5}, (TypeError, ValueError), "keep_every: expected"),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], error: Any, match: str, tmp_path: Path) -> None:
-    with pytest.raises(error, match=match):
-        opened(tmp_path, **options)
-
-
 def found(name: str, step: int, number: int) -> ListedCheckpoint:
     return ListedCheckpoint(name, step, Manifest(step, number, 1, None, {}, {}, ""))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,6 @@ from quantized_cases import RECIPES
 compressed_tensors = pytest.importorskip("compressed_tensors")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")  # without which transformers reads no FP8
-
-BLOCKED = ("tiles", "rows", "mxfp8", "mxfp8up")
-LAYOUTS = [*((recipe, "compressed-tensors") for recipe in RECIPES), *((recipe, "fp8") for recipe in BLOCKED)]
 SMALL = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2}
 TOKENS = torch.arange(24).view(2, 12)
 
@@ -63,62 +59,12 @@ def saved(recipe: str, layout: Any, folder: Path) -> nn.Module:
     return model
 
 
-# compressed-tensors keeps scales of whole weights and of tiles in the model's dtype as it loads them, here BF16.
-ROUNDED = ("current", "delayed", "recent", "tiles", "nvfp4")
-
-
 def check_same(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 0.0) -> None:
     assert set(actual) == set(expected)
     for name, value in actual.items():
         torch.testing.assert_close(
             value, expected[name].to(value.dtype), rtol=rtol, atol=0.0, msg=f"{name}: {{}}".format
         )
-
-
-@pytest.mark.parametrize("recipe, layout", LAYOUTS)
-def test_transformers_loads_the_weights_that_were_trained(recipe: str, layout: str, tmp_path: Path) -> None:
-    model = saved(recipe, layout, tmp_path)
-    if layout == "fp8":
-        options = transformers.FineGrainedFP8Config(dequantize=True)
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=options)
-    else:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    with torch.no_grad():
-        logits = loaded(TOKENS).logits  # compressed-tensors decompresses with the first call
-        expected = model(TOKENS).logits
-    names = {name for name, _ in model.named_parameters()}
-    rounded = layout == "compressed-tensors" and recipe in ROUNDED
-    check_same({n: v for n, v in weights_of(loaded).items() if n in names}, weights_of(model), 2**-7 if rounded else 0)
-    assert (logits - expected).float().norm() < 0.05 * expected.float().norm()
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_compressed_tensors_decompresses_by_the_configuration(recipe: str, tmp_path: Path) -> None:
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig
-
-    model = saved(recipe, "compressed-tensors", tmp_path)
-    described = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    config = QuantizationConfig.model_validate(described)
-    (scheme,) = config.config_groups.values()
-    assert scheme.targets == ["Linear"] and config.ignore == ["lm_head", "model.embed_tokens"]
-    compressor = BaseCompressor.get_value_from_registry(config.format)
-    assert compressor.can_compress(nn.Linear, scheme)
-    stored: dict[str, Tensor] = {}
-    for file in tmp_path.glob("*.safetensors"):
-        stored |= load_file(file)
-    for name, value in weights_of(model).items():
-        module, _, key = name.rpartition(".")
-        local = {
-            full.removeprefix(f"{module}."): part for full, part in stored.items() if full.startswith(f"{module}.w")
-        }
-        if len(local) > 1:
-            assert set(local) == set(compressor.compression_param_names(scheme))
-            value, restored = (
-                model.get_parameter(name).dequantize(torch.float32),
-                compressor.decompress(local, scheme)[key],
-            )
-            torch.testing.assert_close(restored.float(), value, rtol=2**-7 if recipe == "nvfp4" else 2**-22, atol=0)
 
 
 def test_compressed_tensors_converts_fine_grained_fp8(tmp_path: Path) -> None:

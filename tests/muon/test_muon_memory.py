@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cases import FORMATS, MASTERS, Format, Master, values
+from cases import EACH_FORMAT_AND_MASTER, FORMATS, MASTERS, Format, Master, values
 from distributed import same_bits
 from fused_optim.backends import offloaded
 from fused_optim.quantized import Float8BlockScaling, quantize_model_
@@ -55,8 +55,7 @@ def offloading() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-@pytest.mark.parametrize("master", MASTERS, ids=str)
+@EACH_FORMAT_AND_MASTER
 def test_offloaded_states_give_the_same_bits(fmt: Format, master: Master, device: str, offloading: None) -> None:
     found = []
     for offload in (False, True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 import distributed
-from distributed import assert_same, join_all, on_each_device, part
+from distributed import assert_same, join_all, long, on_each_device, part
 from fused_optim.quantized import QuantizedTensor, finish_initialization, quantize_model_
-from pairwise import pairwise
+from pairwise import each_once, pairwise
 from peers import FusedAdamW, FusedLion, FusedMuon
 from quantized_cases import RECIPES, Run, plain_model, values
 
@@ -387,7 +388,7 @@ def edit_first_columns(recipes: list[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("ranks, on", on_each_device((2,), (3,), (4,), nccl=[(2,)]))
+@pytest.mark.parametrize("ranks, on", on_each_device(long(2), (3,), long(4), nccl=[(2,)]))
 def test_masters_of_what_is_never_edited_stay_on_shards(ranks: int, on: str) -> None:
     results = distributed.run(ranks, edit_first_columns, list(RECIPES), on=on)
     (whole,) = distributed.run(1, edit_first_columns, list(RECIPES), on=on)
@@ -400,8 +401,10 @@ def test_masters_of_what_is_never_edited_stay_on_shards(ranks: int, on: str) -> 
             assert torch.equal(found[f"after: {name}"][:, 1:], found[f"before: {name}"][:, 1:])
 
 
-@pytest.mark.parametrize("how", ["bytes", "plain"])
-@pytest.mark.parametrize("ranks, on", on_each_device((2,), (3,), nccl=[(2,)]))
+@pytest.mark.parametrize(
+    "ranks, how, on",
+    on_each_device(*each_once(product([2, 3], ["bytes", "plain"])), nccl=[(2, "bytes"), (2, "plain")]),
+)
 def test_shards_follow_as_whole_weights_do(ranks: int, how: str, on: str) -> None:
     results = distributed.run(ranks, load_smaller, list(RECIPES), how, on=on)
     (whole,) = distributed.run(1, load_smaller, list(RECIPES), how, on=on)

@@ -422,20 +422,9 @@ def test_sharded_state_dicts_load_bytes(ranks: int, assign: bool, forward_first:
         assert_same(join_all([result[recipe] for result in results]), join_all([expected]))
 
 
-def read_full(recipes: list[str], how: str) -> dict[str, list[dict[str, Tensor]]]:
-    """Full tensors and full state dicts of sharded models, and what loading the latter makes of other models."""
-    found = {}
-    for recipe in recipes:
-        model, other = Run(recipe, how).model, Run(recipe, how, fresh=True).model
-        full = {name: param.full_tensor().detach().cpu() for name, param in model.named_parameters()}
-        state = get_model_state_dict(model, options=FULL)
-        set_model_state_dict(
-            other, get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), options=FULL
-        )
-        finish_initialization(other)
-        again = {name: param.full_tensor().detach().cpu() for name, param in other.named_parameters()}
-        found[recipe] = [full, state, again]
-    return found
+def read_full(recipes: list[str], how: str) -> dict[str, dict[str, Tensor]]:
+    """Full state dicts of sharded models. Full tensors, and loads: test_quantized_full_tensors.py."""
+    return {recipe: get_model_state_dict(Run(recipe, how).model, options=FULL) for recipe in recipes}
 
 
 @pytest.mark.parametrize("ranks, how, on", on_each_device((1, "fsdp"), (3, "fsdp"), (4, "hsdp"), nccl=FSDP_ON_GPUS))
@@ -445,13 +434,9 @@ def test_full_state_dicts_are_plain_decoded_values(ranks: int, how: str, on: str
         model = quantize_model_(plain_model(recipe), RECIPES[recipe])
         expected = {name: param.detach() for name, param in model.named_parameters()}
         expected |= {name: value.dequantize() for name, value in expected.items() if is_quantized(value)}
-        for rank, (full, state, again) in enumerate(result[recipe] for result in results):
-            assert {type(value) for value in (*full.values(), *state.values())} == {Tensor}
-            assert_same(full, expected)
+        for rank, state in enumerate(result[recipe] for result in results):
+            assert {type(value) for value in state.values()} <= {Tensor}
             assert_same(state, expected if rank == 0 else {})
-            for name, value in again.items():  # the scale may differ by BF16's rounding
-                assert type(value) is Tensor
-                assert torch.allclose(value.float(), expected[name].float(), rtol=2**-7, atol=0), (recipe, name)
 
 
 def make_like_shards(recipes: list[str]) -> dict[str, list[str]]:

@@ -25,6 +25,7 @@ from fused_optim.quantized import (
     quantize_model_,
 )
 from fused_optim.quantized.fp8.linear import QuantizedLinear
+from pairwise import pairwise
 from product_cases import RECIPES as PRODUCTS
 from product_cases import matrix
 from quantized_cases import RECIPES, values
@@ -66,10 +67,12 @@ def decoded(model: nn.Module) -> nn.Module:
 # --- inference mode and autocast ----------------------------------------------------------------------------------
 
 
-@EACH
-@DTYPES
-@pytest.mark.parametrize("kind", [nn.Linear, Subclass])
-@pytest.mark.parametrize("cast", [None, torch.bfloat16, torch.float16])
+# Not all recipes x dtypes x kinds of layers x casts: each two of them.
+@pytest.mark.parametrize(
+    "recipe, dtype, kind, cast",
+    pairwise([*ALL], [torch.float32, torch.bfloat16], [nn.Linear, Subclass], [None, torch.bfloat16, torch.float16]),
+    ids=str,
+)
 def test_inference_mode_computes_what_no_grad_does(
     recipe: str, dtype: torch.dtype, kind: type[nn.Linear], cast: torch.dtype | None
 ) -> None:
@@ -176,9 +179,7 @@ TRANSFORMED: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 }
 
 
-@EACH
-@pytest.mark.parametrize("transform", TRANSFORMED)
-@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("recipe, transform, train", pairwise([*ALL], [*TRANSFORMED], [True, False]))
 def test_transforms_see_the_decoded_weights(recipe: str, transform: str, train: bool) -> None:
     model, x = network(recipe), matrix(32, 128)
     model.requires_grad_(train)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fused_optim.quantized import QuantizedTensor, finish_initialization
-from pairwise import pairwise
+from pairwise import each_once, pairwise
 from quantized_cases import RECIPES, has_tiles, same_components, saved, values
 from weight_cases import EXPERTS, Weight, pair, quantized
 
@@ -81,8 +82,8 @@ def test_weights_that_were_never_filled_are_zeros(recipe: str, made: str) -> Non
     assert not model.weight.values().any() and not model.weight[3, :5].dequantize().any()
 
 
-# Not all recipes x ways to be made x parts: each two of them.
-@pytest.mark.parametrize("recipe, made, part", pairwise([*RECIPES], [*MADE], [*PARTS]))
+# Not all recipes x ways to be made x parts: each two of them in the long run.
+@pytest.mark.parametrize("recipe, made, part", each_once(pairwise([*RECIPES], [*MADE], [*PARTS])))
 def test_what_is_in_no_part_that_was_filled_is_zeros(recipe: str, made: str, part: str) -> None:
     shape, of = PARTS[part]
     if has_tiles(recipe) and shape == EXPERTS:
@@ -144,8 +145,7 @@ PLACES: dict[str, tuple[tuple[int, ...], Part]] = {
 captured = nn.init.orthogonal_  # as transformers keeps it, under another name
 
 
-@EACH
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("recipe, place", each_once(product(RECIPES, PLACES)))
 def test_initialisers_of_parts_work_or_change_nothing(recipe: str, place: str) -> None:
     shape, of = PLACES[place]
     if has_tiles(recipe) and shape == EXPERTS:

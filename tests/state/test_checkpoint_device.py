@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ import distributed
 from checkpoint_cases import END, FORMATS, SAVED_AT, WAYS, Run, straight, trained_states
 from distributed import Part, assert_same, join_all
 from fused_optim.sharding.dtensor import local_tensor
-from native_cases import EVERY_MASTER, PLAIN, REM16, build, stored, tensors_of, trained
-from pairwise import pairwise
+from native_cases import PLAIN, REM16, build, stored, tensors_of, trained
+from pairwise import each_once, pairwise
 from peers import FusedAdam
 
 FORMS = ["unscaled", "native"]
@@ -26,8 +27,8 @@ EACH_FORM = pytest.mark.parametrize("form", FORMS)
 one_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
-# Not all masters x formats x forms: each two of them.
-@pytest.mark.parametrize("master, fmt, form", pairwise(cases.MASTERS, FORMATS, FORMS), ids=str)
+# Not all masters x formats x forms: each two of them in the long run.
+@pytest.mark.parametrize("master, fmt, form", each_once(pairwise(cases.MASTERS, FORMATS, FORMS)), ids=str)
 def test_host_memory_holds_the_same_values(master: cases.Master, fmt: torch.dtype, form: str, device: str) -> None:
     model, optimizer = trained(master, fmt, device, form)
     here = tensors_of(optimizer.state_dict()["state"])
@@ -56,8 +57,7 @@ def test_the_device_is_kept_and_checked() -> None:
     assert optimizer.checkpoint_device == "cpu"
 
 
-@EVERY_MASTER
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("master, fmt", each_once(product(cases.MASTERS, FORMATS)), ids=str)
 def test_decoding_in_pieces_changes_no_bit(
     master: cases.Master, fmt: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

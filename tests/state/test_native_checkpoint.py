@@ -23,20 +23,17 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_optimizer_state_dict,
-    get_state_dict,
     set_optimizer_state_dict,
 )
 
 import cases
 import distributed
-from checkpoint_cases import FORMATS, WAYS, Run, trained_states
+from checkpoint_cases import FORMATS, WAYS, trained_states
 from distributed import Part, assert_same, join_all, same_bits
 from fused_optim.adam import MOMENTS
 from fused_optim.sharding.dtensor import local_tensor
 from native_cases import (
-    EVERY_FORMAT,
     EVERY_MASTER,
     IDS,
     PLAIN,
@@ -51,12 +48,11 @@ from native_cases import (
     train,
     trained,
 )
-from pairwise import each_once, pairwise
+from pairwise import each_once
 from peers import FusedAdam
 
 
-@EVERY_MASTER
-@EVERY_FORMAT
+@pytest.mark.parametrize("master, fmt", each_once(product(cases.MASTERS, FORMATS)), **IDS)
 def test_every_bit_comes_back_and_training_goes_on_alike(master: cases.Master, fmt: torch.dtype, device: str) -> None:
     """The file is read to the CPU."""
     model, optimizer = trained(master, fmt, device)
@@ -153,8 +149,12 @@ def test_fp16_moments_of_older_checkpoints_keep_their_values(
     assert torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5))
 
 
-# Not all masters x formats x formats: each two of them.
-@pytest.mark.parametrize("master, source, target", pairwise(cases.MASTERS, FORMATS, FORMATS), **IDS)
+# Not all masters x formats x formats: each two formats, with the masters in turn.
+@pytest.mark.parametrize(
+    "master, source, target",
+    [(cases.MASTERS[i % len(cases.MASTERS)], *formats) for i, formats in enumerate(product(FORMATS, FORMATS))],
+    **IDS,
+)
 def test_other_formats_are_loaded_as_from_the_unscaled_form(
     master: cases.Master, source: torch.dtype, target: torch.dtype, device: str
 ) -> None:
@@ -370,70 +370,7 @@ def test_files_are_several_times_smaller(master: cases.Master, ratio: float, fmt
     assert sizes["unscaled"] >= ratio * sizes["native"], sizes
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_tied_parameters(flat: bool, tmp_path: Path) -> None:
-    def tied(seed: int) -> tuple[nn.Module, FusedAdam]:
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Embedding(16, 64), nn.Linear(64, 16)).bfloat16()
-        model[1].weight = model[0].weight
-        options = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
-        return model, FusedAdam(model.parameters(), checkpoint_format="native", **options)
-
-    model, optimizer = tied(0)
-    model(torch.arange(16)).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    other, fresh = tied(1)
-    other.load_state_dict(model.state_dict())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # no process group
-        dcp.save(get_optimizer_state_dict(model, optimizer, options=options), checkpoint_id=tmp_path)
-        state = get_optimizer_state_dict(other, fresh, options=options)
-        dcp.load(state, checkpoint_id=tmp_path)
-    set_optimizer_state_dict(other, fresh, state, options=options)
-    for param, expected in zip(other.parameters(), model.parameters(), strict=True):
-        assert_same(fresh.state[param], optimizer.state[expected])
-        assert torch.equal(fresh.store.layouts[param].scales, optimizer.store.layouts[expected].scales)
-
-
-def test_documented_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # no process group
-        for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-            exec(code, names)
-    param, optimizer, other = names["model"].weight, names["optimizer"], names["other"]
-    assert optimizer.get_unscaled_state(param, "exp_avg").any()
-    assert other.state[param]["exp_avg"].dtype == torch.bfloat16 and other.param_groups[0]["step"] == 1
-    assert torch.equal(
-        names["resumed"].state[names["resumed_model"].weight]["exp_avg"], optimizer.state[param]["exp_avg"]
-    )
-    (shard,) = Path("step-1").glob("*.distcp")
-    shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(FileNotFoundError, match="no checkpoint is whole"):
-        names["resume"](["step-1"])
-
-
 # --- several processes ------------------------------------------------------------------------------------------
-
-
-def save_async(run: Run, path: str) -> None:
-    """Training goes on while the file is written."""
-    model, optimizer = get_state_dict(run.model, run.optimizer)
-    future = dcp.async_save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
-    parameters = [local_tensor(param.data).clone() for param in run.model.parameters()]
-    states = copy.deepcopy(run.optimizer.state_dict())
-    run.train(20, 21)
-    future.result()
-    for param, value in zip(run.model.parameters(), parameters, strict=True):
-        local_tensor(param.data).copy_(value)
-    run.optimizer.load_state_dict(states)
-
-
-OWN_WAYS = {**WAYS, "async": (save_async, WAYS["nested"][1])}
 
 
 def hop(
@@ -452,11 +389,11 @@ def hop(
         warnings.simplefilter("ignore", FutureWarning)
         if source is not None:
             run.optimizer.checkpoint_format = forms[0]
-            OWN_WAYS[way][1](run, source)
+            WAYS[way][1](run, source)
             loaded = run.snapshot()
         run.train(steps.start, steps.stop)
         run.optimizer.checkpoint_format = forms[1]
-        OWN_WAYS[way][0](run, target)
+        WAYS[way][0](run, target)
     return [loaded, run.snapshot()]
 
 
@@ -512,11 +449,7 @@ def test_fp16_masters_keep_their_bits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "worlds, way",
-    [
-        ([(2, "fsdp"), (3, "fsdp")], "full"),
-        ([(2, "fsdp"), (3, "fsdp")], "broadcast"),
-        ([(2, "fsdp"), (3, "fsdp")], "cpu"),
-        ([(2, "fsdp"), (3, "fsdp")], "async"),
+    [  # every interface: test_checkpoint_matrix.py; in the background: test_async_saves.py
         ([(1, "plain"), (4, "hsdp"), (2, "fsdp")], "nested"),
         ([(4, "tp"), (4, "tp")], "nested"),
     ],

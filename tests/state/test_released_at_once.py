@@ -10,6 +10,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -35,6 +36,7 @@ from fused_optim.quantized import (
     quantize_model_,
 )
 from fused_optim.state import host_states
+from pairwise import each_once, pairwise
 from peers import FusedAdamW, FusedLion, FusedMuon
 
 Kept = list[weakref.ref[Tensor]]
@@ -161,9 +163,8 @@ def check(optimizer: ShardedOptimizer, way: Callable[[ShardedOptimizer, Tensor],
     assert {*optimizer.state} == {*optimizer.store.params}
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", OPTIONS)
+# Not all options x ways x backends here, nor recipes x ways x formats below: each two.
+@pytest.mark.parametrize("case, way, backend", pairwise([*OPTIONS], [*WAYS], ["cpu", "torch"]))
 def test_replaced_parameters(case: str, way: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dtype, options = OPTIONS[case]
     if way == "states move" and case in ("int8", "fp8, separate", "separate FP16"):
@@ -174,9 +175,11 @@ def test_replaced_parameters(case: str, way: str, backend: str, monkeypatch: pyt
     check(optimizer, WAYS[way], plain(dtype, 2))
 
 
-@pytest.mark.parametrize("way", ["by hand", "replace_parameters", "removed"])
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, "int8"], ids=str)
+@pytest.mark.parametrize(
+    "recipe, way, dtype",
+    pairwise(RECIPES, ["by hand", "replace_parameters", "removed"], [torch.float32, "int8"]),
+    ids=str,
+)
 def test_quantized_weights(recipe: Any, way: str, dtype: Any) -> None:
     def weight(seed: int) -> nn.Parameter:
         return nn.Parameter(QuantizedTensor.from_values(values(128, 128, seed=seed).to(BF16), recipe))
@@ -272,9 +275,9 @@ def refused(optimizer: ShardedOptimizer) -> None:
     states["exp_avg"] = former
 
 
-@pytest.mark.parametrize("way", ["by hand", "replace_parameters", "removed"])
-@pytest.mark.parametrize("between", BETWEEN)
-@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(
+    "between, steps, way", pairwise([*BETWEEN], [0, 2], ["by hand", "replace_parameters", "removed"])
+)
 def test_whatever_was_called(between: str, steps: int, way: str) -> None:
     options: dict[str, Any] = {"store_param_remainders": False}
     if between == "remainders wait":
@@ -397,14 +400,12 @@ def shard_later() -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world_size, way", each_once(product([1, 2, 3], WAYS)))
 def test_shards(world_size: int, way: str) -> None:
     distributed.run(world_size, replace_shards, way)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("way", ["by hand", "replace_parameters"])
+@pytest.mark.parametrize("world_size, way", each_once(product([1, 2], ["by hand", "replace_parameters"])))
 def test_quantized_shards(world_size: int, way: str) -> None:
     distributed.run(world_size, replace_quantized_shards, way)
 
@@ -463,10 +464,11 @@ def swap_shards(change: str, options: dict[str, Any], release: bool) -> None:
     swapped_in_place(model, optimizer, change)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("change", ["cpu", "float"])
-@pytest.mark.parametrize("options", [{}, {"state_dtype": "int8"}], ids=["fp32", "int8"])
-@pytest.mark.parametrize("release", [False, True], ids=["", "released"])
+@pytest.mark.parametrize(
+    "ranks, change, options, release",
+    pairwise([1, 2], ["cpu", "float"], [{}, {"state_dtype": "int8"}], [False, True]),
+    ids=str,
+)
 def test_modules_of_shards_can_be_moved(ranks: int, change: str, options: dict[str, Any], release: bool) -> None:
     distributed.run(ranks, swap_shards, change, options, release)
 

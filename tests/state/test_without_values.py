@@ -45,7 +45,7 @@ def optimizer_of(model: nn.Module, master: cases.Master, fmt: torch.dtype, form:
     )
 
 
-@pytest.mark.parametrize("master, fmt, form", COMBINATIONS, ids=str)
+@pytest.mark.parametrize("master, fmt, form", each_once(COMBINATIONS), ids=str)
 def test_state_dicts_of_meta_models(master: cases.Master, fmt: cases.Format, form: str) -> None:
     """What torch.distributed.checkpoint makes of a model on the meta device has the shapes of a real one's."""
     found = {}

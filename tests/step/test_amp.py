@@ -256,19 +256,6 @@ def test_decoupled_gradients_are_left_unscaled(device: str) -> None:
 # --- skipped steps ----------------------------------------------------------------------------------------------------
 
 
-def test_skipped_steps_change_nothing(device: str) -> None:
-    params = parameters(device, torch.bfloat16)
-    optimizer = make(params, *VARIANTS[1])
-    scaler = torch.amp.GradScaler(device, init_scale=256.0)
-    train(params, optimizer, scaler, by_scaler, ())
-    before = copy.deepcopy([[param, *optimizer.state[param].values()] for param in params])
-    train(params, optimizer, scaler, by_scaler, (6,), range(6, 7))
-    for param, kept in zip(params, before, strict=True):
-        for actual, expected in zip([param, *optimizer.state[param].values()], kept, strict=True):
-            assert torch.equal(actual, expected)
-    assert shown_step(optimizer) == 6
-
-
 def test_the_counter_is_right_on_the_cpu_at_once() -> None:
     params = parameters("cpu")
     optimizer, scaler = make(params, *VARIANTS[0]), torch.amp.GradScaler("cpu")

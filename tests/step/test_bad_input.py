@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from cases import values
 from fused_optim import save_master_safetensors
+from pairwise import each_once, pairwise
 from peers import FusedAdam, FusedAdamW, FusedLion, FusedMuon
 
 SECRET = 77777.0  # fills tensors: must not be seen in a message
@@ -194,8 +196,7 @@ FROZEN: dict[str, Callable[[], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("kind", FROZEN)
-@pytest.mark.parametrize("form", ["unscaled", "native", "torch"])
+@pytest.mark.parametrize("kind, form", each_once(product(FROZEN, ["unscaled", "native", "torch"])))
 def test_frozen_parameters_of_any_kind(kind: str, form: Any, tmp_path: Path) -> None:
     """As torch.optim has them: neither updated nor saved, nor masters."""
     found = []
@@ -335,18 +336,14 @@ GRADIENTS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("grad", "error", "message"), [row[1:] for row in GRADIENTS], ids=names(GRADIENTS))
-@pytest.mark.parametrize("trained", [True, False], ids=["trained", "fresh"])
-@pytest.mark.parametrize("backend", ["", "torch"], ids=["engine", "torch"])
-def test_gradient(
-    backend: str,
-    trained: bool,
-    grad: Callable[[], Any],
-    error: type[Exception],
-    message: str,
-    use_backend: Callable[[str], None],
-) -> None:
+@pytest.mark.parametrize(
+    "row, trained, backend",
+    pairwise(GRADIENTS, [True, False], ["", "torch"]),
+    ids=lambda value: value[0] if type(value) is tuple else value or "engine",
+)
+def test_gradient(row: Any, trained: bool, backend: str, use_backend: Callable[[str], None]) -> None:
     """Even if only the last of several is bad."""
+    _, grad, error, message = row
     use_backend(backend)
     params = [torch.nn.Parameter(values((4, 128), torch.bfloat16, "cpu", seed=i)) for i in range(4)]
     options = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.float8_e4m3fn, "store_param_remainders": True}

@@ -1,7 +1,11 @@
-"""How other libraries, their suites and their configs call Adam: each call works, and means what it means there."""
+"""How other libraries, their suites and their configs call Adam: each call works, and means what it means there.
+
+Constructors and param groups take what configs say: names of dtypes, numbers as text, lists, switches of torch.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,16 +14,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import peers
 from cases import values
 from distributed import same_bits
 from fused_optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon
 from fused_optim.compat import apex, transformer_engine
+from fused_optim.compat._common import PeersSettings
 from fused_optim.integrations import megatron
 from fused_optim.options.table import FLAGS, IMPLEMENTATIONS, OF_CONSTRUCTORS, REMOVED
+from pairwise import pairwise
 
 BF16, F32 = torch.bfloat16, torch.float32
 DROP_INS = [apex.FusedAdam, transformer_engine.FusedAdam]
 EVERY_KIND = [FusedAdam, FusedAdamW, *DROP_INS, megatron.FusedAdam]
+OF_EVERY_KIND = pytest.mark.parametrize("kind", EVERY_KIND, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
 
 
 def params(dtype: torch.dtype = BF16) -> list[nn.Parameter]:
@@ -213,19 +221,6 @@ def test_style_of_a_group(style: str, way: str) -> None:
     assert saved["param_groups"] == expected.state_dict()["param_groups"]
 
 
-@pytest.mark.parametrize("theirs, ours", [(torch.optim.AdamW, FusedAdamW), (torch.optim.Adam, FusedAdam)])
-@pytest.mark.parametrize("with_decay", [False, True])
-def test_torchs_defaults_are_arguments(
-    theirs: type[torch.optim.Optimizer], ours: type[FusedAdam], with_decay: bool
-) -> None:
-    """Of Adam, too, whose weight decay is another; with torch's own result."""
-    chosen: dict[str, Any] = {"weight_decay": 0.5} if with_decay else {}
-    reference = theirs(params(F32), lr=1e-2, **chosen)  # type: ignore[call-arg]
-    optimizer = ours(params(F32), **reference.defaults)
-    for mine, expected in zip(stepped(optimizer)[:2], stepped(reference)[:2]):
-        torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize("saved", [None, torch.tensor(False), np.bool_(False), "false", 0])
 def test_saved_groups_of_others(saved: Any) -> None:
     """A state dict whose groups have flags in another style; None leaves the optimizer's own."""
@@ -239,7 +234,7 @@ def test_saved_groups_of_others(saved: Any) -> None:
     assert (group["maximize"], group["amsgrad"], group["weight_decay"]) == (saved is None, False, 0.25)
 
 
-@pytest.mark.parametrize("kind", EVERY_KIND, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+@OF_EVERY_KIND
 @pytest.mark.parametrize(
     "wrong, hint",
     [
@@ -259,12 +254,6 @@ def test_an_unknown_argument(kind: Callable[..., FusedAdam], wrong: str, hint: s
 def test_text_that_is_no_flag_is_refused_by_drop_ins_too(kind: type[FusedAdam], text: str) -> None:
     with pytest.raises(TypeError, match=r"^master_weights: expected True or False, got"):
         kind(params(), master_weights=text)
-
-
-@pytest.mark.parametrize("wrong", [[True], [torch.ones(1), 1], torch.ones(2), np.ones(2), 2, 0.5, {}], ids=repr)
-def test_what_is_no_flag(wrong: Any) -> None:
-    with pytest.raises(TypeError, match=r"^stochastic_rounding: expected True or False, got"):
-        FusedAdamW(params(), stochastic_rounding=wrong)
 
 
 @pytest.mark.parametrize("given, decoupled", [(False, True), (True, False)])
@@ -299,18 +288,22 @@ def test_a_weight_decay_asks_whose_it_is(decay: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, own",
+    "theirs, ours, own",
     [
-        (torch.optim.AdamW, {}),
-        (torch.optim.Adam, {}),
-        (torch.optim.Adam, {"decoupled_weight_decay": True, "maximize": True, "foreach": True}),
+        (torch.optim.AdamW, FusedAdam, {}),
+        (torch.optim.AdamW, FusedAdamW, {}),
+        (torch.optim.AdamW, FusedAdamW, {"weight_decay": 0.5}),
+        (torch.optim.Adam, FusedAdam, {}),
+        (torch.optim.Adam, FusedAdam, {"weight_decay": 0.5}),
+        (torch.optim.Adam, FusedAdam, {"decoupled_weight_decay": True, "maximize": True, "foreach": True}),
     ],
 )
-def test_defaults_of_torchs_adam_are_arguments(kind: type[torch.optim.Adam], own: dict[str, Any]) -> None:
-    theirs = kind(params(F32), lr=0.1, weight_decay=0.3, **own)
-    ours = FusedAdam(params(F32), **theirs.defaults)
-    for a, b in zip(stepped(ours)[:2], stepped(theirs)[:2], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+def test_torchs_defaults_are_arguments(theirs: Any, ours: type[FusedAdam], own: dict[str, Any]) -> None:
+    """Of Adam, too, whose weight decay is another; with torch's own result."""
+    reference = theirs(params(F32), lr=1e-2, **own)
+    optimizer = ours(params(F32), **reference.defaults)
+    for mine, expected in zip(stepped(optimizer)[:2], stepped(reference)[:2], strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("word", REMOVED)
@@ -337,3 +330,131 @@ def test_bytes_are_no_format(kind: Callable[..., Any], option: str, given: Any) 
     with pytest.raises(ValueError, match=f'^{option}: write "float8_e4m3fn"'):
         optimizer.add_param_group({"params": params(), option: given})
     assert len(optimizer.param_groups) == 1
+
+
+# --- configs ----------------------------------------------------------------------------------------------------------
+
+# What a config has, and what Python has for it. The numbers without a point are what YAML leaves as text.
+CONFIG: dict[str, tuple[Any, Any]] = {
+    "lr": ("1e-2", 1e-2),
+    "betas": (["9e-1", 0.95], (0.9, 0.95)),
+    "eps": ("1e-7", 1e-7),
+    "weight_decay": ("1e-1", 0.1),
+    "decoupled_weight_decay": ("true", True),
+    "exp_avg_dtype": ("int8", torch.int8),
+    "exp_avg_sq_dtype": ("torch.float8_e4m3fn", torch.float8_e4m3fn),
+    "seed": ("3", 3),
+}
+OF_PEERS: dict[str, tuple[Any, Any]] = {
+    "master_weight_dtype": ("float32", torch.float32),
+    "store_param_remainders": (True, True),
+    "param_remainder_bits": ("8", 8),
+    "master_weights": (True, True),
+}
+
+
+@OF_EVERY_KIND
+def test_text_means_what_objects_mean(kind: type[FusedAdam]) -> None:
+    config = CONFIG | (OF_PEERS if issubclass(kind, PeersSettings) else {"master_bits": ("24", 24)})
+    texts, objects = ({key: pair[i] for key, pair in config.items()} for i in (0, 1))
+    from_text, expected = kind(params(), **texts), kind(params(), **objects)
+    assert from_text.state_dict()["param_groups"] == expected.state_dict()["param_groups"]
+    assert from_text.settings.master_weight_dtype is torch.float32 and from_text.settings.param_remainder_bits == 8
+    assert all(map(same_bits, stepped(from_text), stepped(expected)))
+
+
+@OF_EVERY_KIND
+def test_text_in_param_groups(kind: type[FusedAdam]) -> None:
+    """In the constructor and added later; the running group has numbers, which schedulers multiply."""
+    texts = {"lr": "5e-3", "eps": "1e-6", "betas": ["8e-1", "9e-1"], "weight_decay": "0", "exp_avg_sq_dtype": "int8"}
+    objects = {"lr": 5e-3, "eps": 1e-6, "betas": (0.8, 0.9), "weight_decay": 0.0, "exp_avg_sq_dtype": torch.int8}
+    built = []
+    for given in (texts, objects):
+        first, second = params()
+        optimizer = kind([{"params": [first], **given}])
+        optimizer.add_param_group({"params": [second], **given})
+        built.append(optimizer)
+    groups = built[0].param_groups
+    assert [(type(group["lr"]), group["betas"]) for group in groups] == [(float, (0.8, 0.9))] * 2
+    torch.optim.lr_scheduler.LambdaLR(built[0], lambda step: 1.0)
+    torch.optim.lr_scheduler.LambdaLR(built[1], lambda step: 1.0)
+    assert all(map(same_bits, stepped(built[0]), stepped(built[1])))
+
+
+@OF_EVERY_KIND
+def test_what_was_given_as_text_can_be_written_as_json(kind: type[FusedAdam]) -> None:
+    optimizer = kind([{"params": params()[:1], "exp_avg_dtype": "bfloat16"}], exp_avg_sq_dtype="int8", betas=[0.9, 0.9])
+    optimizer.add_param_group({"params": params()[:1]})
+    stepped(optimizer)
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    read = json.loads(json.dumps(groups))
+    assert [group["exp_avg_dtype"] for group in read] == ["bfloat16", "float32"]
+    again = kind(params(), **json.loads(json.dumps(optimizer.defaults)))
+    assert again.param_groups[0]["exp_avg_sq_dtype"] == "int8"
+    assert json.loads(json.dumps(optimizer.state_dict()["param_groups"]))[0]["exp_avg_dtype"] == "torch.bfloat16"
+
+
+@OF_EVERY_KIND
+@pytest.mark.parametrize("switch", ["fused", "foreach"])
+@pytest.mark.parametrize("value", [True, False, None])
+def test_switches_of_torchs_optimizers_change_nothing(kind: type[FusedAdam], switch: str, value: bool | None) -> None:
+    """Nor do they become keys of param groups, which another checkpoint would have to have."""
+    plain = kind(params(), lr=0.01)
+    chosen = kind(params(), lr=0.01, **{switch: value})
+    grouped = kind([{"params": params(), switch: value}], lr=0.01)
+    keys = plain.state_dict()["param_groups"][0].keys()
+    assert all(other.state_dict()["param_groups"][0].keys() == keys for other in (chosen, grouped))
+    expected = stepped(plain)
+    assert all(map(same_bits, stepped(chosen), expected)) and all(map(same_bits, stepped(grouped), expected))
+
+
+CONFIG_FLAGS = [
+    "master_weights",
+    "stochastic_rounding",
+    "bias_correction",
+    "maximize",
+    "store_param_remainders",
+]
+
+
+@pytest.mark.parametrize("flag", [*CONFIG_FLAGS, "use_decoupled_grad", "skip_nonfinite", "unscales_gradients"])
+@pytest.mark.parametrize("text, value", [("False", False), ("true", True), (0, False), (1.0, True)])
+def test_flags_as_text(flag: str, text: Any, value: bool) -> None:
+    optimizer = peers.FusedAdamW(params(), **{flag: text})
+    found = optimizer.param_groups[0][flag] if flag in optimizer.param_groups[0] else getattr(optimizer, flag)
+    assert found is value
+    assert all(map(same_bits, stepped(optimizer), stepped(peers.FusedAdamW(params(), **{flag: value}))))
+
+
+@pytest.mark.parametrize(
+    "flag, wrong",
+    pairwise(
+        [*CONFIG_FLAGS, "capturable", "offload_states", "use_decoupled_grad", "amsgrad", "set_grad_none"],
+        ["no", "", 2, 0.5, {}, [True], [torch.ones(1), 1], torch.ones(2), np.ones(2)],
+    ),
+    ids=repr,
+)
+def test_what_is_no_flag_is_refused(flag: str, wrong: Any) -> None:
+    with pytest.raises(TypeError, match=f"^{flag}: expected True or False, got"):
+        peers.FusedAdamW(params(), **{flag: wrong})
+
+
+def test_flags_of_param_groups() -> None:
+    first, second = params()
+    optimizer = FusedAdamW([{"params": [first], "maximize": "true", "bias_correction": "False"}, {"params": [second]}])
+    shown = [(group["maximize"], group["bias_correction"]) for group in optimizer.param_groups]
+    assert shown == [(True, False), (False, True)]
+    with pytest.raises(TypeError, match="maximize: expected True or False, got 'yes'"):
+        optimizer.add_param_group({"params": params(), "maximize": "yes"})
+    assert len(optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize("seed, expected", [(3.0, 3), ("12345678901234567", 12345678901234567), (torch.tensor(4), 4)])
+def test_seeds_that_are_whole_numbers(seed: Any, expected: int) -> None:
+    assert FusedAdamW(params(), seed=seed).seed == expected
+
+
+@pytest.mark.parametrize("seed", [1.5, "x", "1.5", None, float("inf"), float("nan")])
+def test_a_seed_is_a_whole_number(seed: Any) -> None:
+    with pytest.raises(TypeError, match="seed: expected a whole number"):
+        FusedAdamW(params(), seed=seed)

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 import distributed
-from cases import FORMATS, MASTERS, SHAPES, Format, Master, normal, values
+from cases import EACH_FORMAT_AND_MASTER, FORMATS, MASTERS, SHAPES, Format, Master, normal, values
 from distributed import assert_same, mesh, shard
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.step import diagnostics
-from pairwise import pairwise
 from peers import FusedAdam, FusedAdamW, FusedLion
 from snippets import run_section
 
@@ -246,7 +245,7 @@ def test_a_look_creates_no_states(device: str) -> None:
     assert len(found["parameters"]) == 1 and params[1] not in optimizer.state
 
 
-@pytest.mark.parametrize("fmt, master", pairwise(FORMATS, MASTERS), ids=str)
+@EACH_FORMAT_AND_MASTER
 def test_steps_are_the_same_with_looks_between(fmt: Format, master: Master, device: str) -> None:
     """Also where others have written a parameter, and where states were taken away."""
     kept = []

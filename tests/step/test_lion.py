@@ -8,7 +8,6 @@ import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,9 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import distributed
@@ -257,38 +254,6 @@ def test_bits_do_not_depend_on_the_sharding(ranks: int, fmt: torch.dtype) -> Non
     expected = join_all([gathered(model, optimizer)])
     found = join_all(distributed.run(ranks, train_sharded, fmt))
     assert found.keys() == expected.keys() and all(same_bits(found[key], expected[key]) for key in expected)
-
-
-def save(folder: Path, form: str) -> None:
-    model, optimizer = build(torch.int8)
-    optimizer.checkpoint_format = form
-    train(model, optimizer, range(3))
-    weights, states = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
-
-
-def load_and_go_on(folder: Path, form: str) -> dict[str, Any]:
-    model, optimizer = build(torch.int8)
-    for param in model.parameters():
-        nn.init.zeros_(param)
-    optimizer.checkpoint_format = form
-    weights, states = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
-    assert optimizer.param_groups[0]["step"] == 3
-    train(model, optimizer, range(3, 5))
-    return gathered(model, optimizer)
-
-
-@pytest.mark.parametrize("form", ["unscaled", "native"])
-@pytest.mark.parametrize("saving, loading", [(1, 2), (2, 3), (3, 1)])
-def test_checkpoints_go_on_on_other_ranks(form: str, saving: int, loading: int, tmp_path: Path) -> None:
-    distributed.run(saving, save, tmp_path, form)
-    model, optimizer = build(torch.int8)
-    train(model, optimizer, range(5))
-    expected = join_all([gathered(model, optimizer)])
-    found = join_all(distributed.run(loading, load_and_go_on, tmp_path, form))
-    assert all(same_bits(found[key], expected[key]) for key in expected)
 
 
 # --- quantized weights ------------------------------------------------------------------------------------------------

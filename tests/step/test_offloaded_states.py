@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import distributed
-from cases import FORMAT, FORMATS, MASTER, MASTERS, SHAPES, Format, Master, values
+from cases import EACH_FORMAT_AND_MASTER, FORMAT, MASTER, SHAPES, Format, Master, values
 from distributed import Part, assert_same, join_all, part, same_bits
 from fused_optim import enable_gradient_release, save_master_safetensors
 from fused_optim.backends import offloaded
@@ -113,8 +113,7 @@ def homes(optimizer: FusedAdam) -> list[bool]:
 # --- the same bits --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-@pytest.mark.parametrize("master", MASTERS, ids=str)
+@EACH_FORMAT_AND_MASTER
 def test_every_format(master: Master, fmt: Format, engine: str) -> None:
     ours, theirs = pair(engine, fmt, master)
     for optimizer in (ours, theirs):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import fused_optim
-from cases import FORMAT, FORMATS, MASTER, MASTERS, SHAPES, Format, Master, values
+from cases import EACH_FORMAT_AND_MASTER, FORMAT, FORMATS, MASTER, MASTERS, SHAPES, Format, Master, values
 from peers import FusedAdam, FusedAdamW
 
 ALL_MASTERS = pytest.mark.parametrize("master", MASTERS, ids=str)
@@ -160,17 +160,6 @@ def test_generator_of_tensors(device: str) -> None:
     torch.testing.assert_close(tensor, torch.full_like(tensor, 0.75))
 
 
-def test_lambda_lr(device: str) -> None:
-    model, optimizer = make(device)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    rates = []
-    for step in range(3):
-        train(model, optimizer, range(step, step + 1))
-        rates.append(optimizer.param_groups[0]["lr"])
-        schedule.step()
-    assert rates == pytest.approx([0.01, 0.005, 0.01 / 3])
-
-
 # --- step -------------------------------------------------------------------------------------------------------------
 
 
@@ -299,30 +288,6 @@ def test_use_decoupled_grad_can_be_switched(device: str) -> None:
     assert bool((param > 0).all())
 
 
-def test_grad_scaler(device: str) -> None:
-    """Scaled gradients lead to the same step as unscaled ones; an overflow skips the step."""
-    (scaled, first), (plain, second) = make(device), make(device)
-    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
-    inputs = [values((6, 128), torch.float32, device, seed=step) for step in range(3)]
-    for step, x in enumerate(inputs):
-        for model, optimizer in ((scaled, first), (plain, second)):
-            optimizer.zero_grad()
-            loss = (model.weight * x).sum()
-            (scaler.scale(loss) if model is scaled else loss).backward()
-        if step == 1:
-            scaled.weight.grad[0, 0] = float("inf")
-            before = everything(scaled, first)
-            scaler.step(first)
-            assert_same(everything(scaled, first), before)
-            assert first.state_dict()["param_groups"][0]["step"] == 1
-        else:
-            scaler.step(first)
-            second.step()
-        scaler.update()
-    assert scaler.get_scale() == 512.0
-    assert_same(everything(scaled, first), everything(plain, second))
-
-
 # --- synthetic first steps --------------------------------------------------------------------------------------------
 
 
@@ -363,24 +328,6 @@ def test_looking_at_states_does_not_break_the_state_dict() -> None:
     model, optimizer = make("cpu")
     assert not optimizer.state[model.weight]
     assert not any(optimizer.state_dict()["state"].values())
-
-
-def test_first_step_with_lr_0_counts(device: str) -> None:
-    model, optimizer = make(device, lr=0.0)
-    train(model, optimizer, range(1))
-    assert optimizer.param_groups[0]["step"] == 1
-    assert float(optimizer.state[model.weight]["exp_avg_sq"].sum()) > 0
-
-
-def test_later_steps_with_zero_gradients_count(device: str) -> None:
-    model, optimizer = make(device, weight_decay=0.5)
-    train(model, optimizer, range(1))
-    before = model.weight.detach().clone()
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
-    optimizer.step()
-    assert optimizer.param_groups[0]["step"] == 2
-    assert not torch.equal(model.weight, before)
 
 
 # --- states -----------------------------------------------------------------------------------------------------------
@@ -546,8 +493,7 @@ def flat(state_dict: dict[str, Any]) -> dict[str, Tensor]:
     return {f"{i}.{key}": value for i, states in state_dict["state"].items() for key, value in states.items()}
 
 
-@ALL_FORMATS
-@ALL_MASTERS
+@EACH_FORMAT_AND_MASTER
 def test_state_dict_round_trip(fmt: Format, master: Master, device: str) -> None:
     """Loaded into a fresh model and optimizer of other values, training continues with the same bits."""
     model, optimizer = make(device, fmt, master, weight_decay=0.1)
@@ -590,6 +536,7 @@ def test_state_dict_loads_into_other_formats(source: Format, target: Format, dev
     other, fresh = make(device, target)
     other.load_state_dict(model.state_dict())
     fresh.load_state_dict(optimizer.state_dict())
+    assert fresh.param_groups[0]["exp_avg_dtype"] == fresh.param_groups[0]["exp_avg_sq_dtype"] == target.dtype
     for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
         for name in ("exp_avg", "exp_avg_sq"):
             moment = target.moment(name)
@@ -621,13 +568,15 @@ def test_state_dict_loads_into_other_masters(source: Master, target: Master, dev
     for name, param in other.named_parameters():
         expected = masters[name] if source.dtype else own[name]
         actual = fresh.master_state_dict(other)[name]
-        torch.testing.assert_close(actual, expected, rtol=2.0**-target.bits, atol=0.0)
+        is_exact = source.dtype is not None and target.bits >= (24 if source.scaled else source.bits)
+        torch.testing.assert_close(actual, expected, rtol=0.0 if is_exact else 2.0**-target.bits, atol=0.0)
         torch.testing.assert_close(param.float(), actual, rtol=torch.finfo(param.dtype).eps / 2, atol=0.0)
 
 
 def test_load_changes_nothing_of_the_callers(device: str) -> None:
     """The dict and its tensors stay as they are, then and while training goes on."""
-    for fmt, master in ((FORMAT["float32"], MASTER["bfloat16+float32"]), (FORMAT["int8"], MASTER["bfloat16+rem16"])):
+    for i, master in enumerate(MASTERS):
+        fmt = FORMATS[i % len(FORMATS)]
         model, optimizer = make(device, fmt, master)
         train(model, optimizer, range(2))
         state_dict = copy.deepcopy(optimizer.state_dict())
@@ -646,15 +595,6 @@ def test_loaded_lr_tensor_is_a_copy(device: str) -> None:
     fresh.load_state_dict(optimizer.state_dict())
     optimizer.param_groups[0]["lr"].fill_(0.5)
     assert float(fresh.param_groups[0]["lr"]) == pytest.approx(0.01)
-
-
-def test_formats_are_the_running_optimizers(device: str) -> None:
-    model, optimizer = make(device, FORMAT["int8"])
-    train(model, optimizer, range(1))
-    _, fresh = make(device, FORMAT["bfloat16"])
-    fresh.load_state_dict(optimizer.state_dict())
-    assert fresh.param_groups[0]["exp_avg_dtype"] == torch.bfloat16
-    assert fresh.param_groups[0]["exp_avg_sq_dtype"] == torch.bfloat16
 
 
 def test_state_dict_hooks(device: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
 
 import pytest
@@ -23,6 +23,7 @@ from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.state import host_states
 from fused_optim.step.plan import Plan
+from pairwise import pairwise
 from peers import FusedAdam
 
 SHAPES = [(4, 128), (5, 7), (0, 32), (300,)]
@@ -84,7 +85,10 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-@pytest.fixture(params=["plain", "sharded"])
+PLACES = ["plain", "sharded"]
+
+
+@pytest.fixture(params=PLACES)
 def place(request: pytest.FixtureRequest) -> Callable[[Tensor], Tensor]:
     """Keeps tensors plain, or makes them DTensors."""
     if request.param == "plain":
@@ -93,7 +97,17 @@ def place(request: pytest.FixtureRequest) -> Callable[[Tensor], Tensor]:
     return lambda x: distribute_tensor(x, mesh, [Shard(0)])
 
 
-@pytest.fixture(params=VARIANTS, ids=lambda variant: "-".join(map(str, filter(None, variant))))
+def named(value: object) -> str:
+    return "-".join(map(str, filter(None, value))) if type(value) is tuple else getattr(value, "__name__", str(value))
+
+
+def every_two(names: str, *parameters: Sequence[object]) -> pytest.MarkDecorator:
+    """Not the product of these with all variants and places: each two of them."""
+    rows = pairwise(*parameters, VARIANTS, PLACES)
+    return pytest.mark.parametrize(f"{names}, pair, place", rows, indirect=["pair", "place"], ids=named)
+
+
+@pytest.fixture(params=VARIANTS, ids=named)
 def pair(request: pytest.FixtureRequest, place: Callable[[Tensor], Tensor]) -> tuple[Trainer, Trainer]:
     pair = Trainer(place, *request.param), Trainer(place, *request.param)
     for trainer in pair:
@@ -200,7 +214,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@every_two("change", CHANGES)
 def test_changes_between_steps(change: Callable[[Trainer], None], pair: tuple[Trainer, Trainer]) -> None:
     planned, fresh = pair
     change(planned)
@@ -244,8 +258,11 @@ def equal_spec(grad: Tensor) -> Tensor:
     return DTensor.from_local(grad._local_tensor.clone(), grad.device_mesh, [Shard(0)], run_check=False)
 
 
-@pytest.mark.parametrize("change", [no_gradient, other_dtype, non_contiguous, other_placements, equal_spec])
-@pytest.mark.parametrize("which", [slice(0, 1), slice(1, None), slice(None)], ids=["first", "last", "all"])
+@every_two(
+    "change, which",
+    [no_gradient, other_dtype, non_contiguous, other_placements, equal_spec],
+    [slice(0, 1), slice(1, None), slice(None)],
+)
 def test_unusual_gradients(
     change: Callable[[Tensor], Tensor | None], which: slice, pair: tuple[Trainer, Trainer]
 ) -> None:

@@ -19,12 +19,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import distributed
-from cases import FORMATS, MASTER, MASTERS, Format, Master
+from cases import EACH_FORMAT_AND_MASTER, FORMATS, MASTER, Format, Master
 from distributed import Part, assert_same, join_all, mesh, part, same_bits
 from fused_optim import FusedAdamW, enable_gradient_release
 from fused_optim.state.param_state import ParamState
 from fused_optim.step.streams import _Lane
-from pairwise import pairwise
 from release_cases import Layers, Pair, everything, gradients, loss_of, make, train
 
 STEPS = 4
@@ -99,7 +98,7 @@ def test_frozen_parameters_hold_no_bucket_up() -> None:
     assert not gradients(model)
 
 
-@pytest.mark.parametrize("master, fmt", pairwise(MASTERS, FORMATS), ids=str)
+@EACH_FORMAT_AND_MASTER
 def test_parameters_are_added_and_replaced(master: Master, fmt: Format) -> None:
     """Between two steps; gradients of new ones are released, too."""
     pair = Pair(fmt, master)

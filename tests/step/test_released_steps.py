@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from cases import FORMATS, MASTER
 from fused_optim import enable_gradient_release, export_optimizer_checkpoint, save_master_safetensors
 from fused_optim.step import buckets
+from pairwise import pairwise
 from peers import FusedAdamW
 from release_cases import Layers, Pair, everything, gradients, loss_of, make, train
 
@@ -238,9 +239,14 @@ def fail_at(model: Any, name: str, step: int) -> None:
     handle.remove()
 
 
-@pytest.mark.parametrize("name", ["norm.weight", "third.weight", "first.bias", "first.weight"])
-@pytest.mark.parametrize("then", ["zero_grad", "state_dict", "disable", "add_param_group"])
-@BUCKETS
+@pytest.mark.parametrize(  # not the product: each two
+    "name, then, bucket_bytes",
+    pairwise(
+        ["norm.weight", "third.weight", "first.bias", "first.weight"],
+        ["zero_grad", "state_dict", "disable", "add_param_group"],
+        [0, 3000, None],
+    ),
+)
 def test_a_failed_pass_ends_its_step(name: str, then: str, bucket_bytes: int | None) -> None:
     """What it has updated counts as one step of these parameters; everything goes on from there."""
     pair = Pair()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
+from pairwise import each_once
 from reference import BlockCode, Float16Code, TaperedCode, e4m3_levels
 
 BLOCKS = (128, 64, 32)
@@ -123,6 +126,8 @@ MASTERS = [
     Master("float16+float16", torch.float16, HALF, torch.float16, 11),
 ]
 MASTER = {master.name: master for master in MASTERS}
+# For behaviour that depends on neither: the usual run has each of them once, the long one their product.
+EACH_FORMAT_AND_MASTER = pytest.mark.parametrize("fmt, master", each_once(product(FORMATS, MASTERS)), ids=str)
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -35,7 +35,6 @@ from fused_optim.tools import progress
 from fused_optim.tools.comparison import compare_checkpoints
 from fused_optim.tools.inspector import inspect_checkpoint
 from native_cases import REM16, SAVED_AT, SHAPES, NativeRun, trained
-from snippets import run_section
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.save in one process
 INT8 = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.float8_e4m3fn}
@@ -487,13 +486,6 @@ def test_the_model_may_be_elsewhere(tmp_path: Path, saved: Path) -> None:
     for name, found in whole["parameters"].items():
         found.pop("parameter")
         assert report["parameters"][name] == found
-
-
-def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    save(tmp_path / "step-1")
-    run_section("tools.md", "In Python")
-    assert inspect_checkpoint("step-1-native")["layout"] == "fused_optim, native form"
 
 
 def test_wrong_calls_are_one_line(tmp_path: Path) -> None:

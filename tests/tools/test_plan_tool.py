@@ -16,7 +16,6 @@ import distributed
 from fused_optim import FusedAdamW, FusedMuon, muon_param_groups
 from fused_optim.__main__ import main
 from fused_optim.tools.plan import PARTS, number_of, plan, shapes_of_config, shapes_of_size
-from snippets import run_section
 
 
 class Model(nn.Module):
@@ -256,7 +255,3 @@ def test_what_is_gone_says_so(options: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys, "argv", ["fused_optim", "doctor", *options.split()])
     with pytest.raises(SystemExit, match=r"^error: doctor is gone: print\(optimizer.summary\(\)\).* command info .*$"):
         main()
-
-
-def test_the_page() -> None:
-    assert run_section("tools.md", "Plan in Python")["found"]["world_size"] == 64
