@@ -61,7 +61,7 @@ test-integrations: $(VENV)/.installed $(VENV)/.integrations
 	    lightning, compressed_tensors, torchtitan.components.optimizer, torchao, triton'
 	$(BIN)/python -m pytest $(INTEGRATIONS:%=tests/integrations/test_%.py)
 
-# The tests that TransformerEngine, Apex and torch have of their Adam, with ours; docs/development.md says what SOURCES holds.
+# The tests that TransformerEngine, Apex and torch have of their Adam, with ours; docs/contributing/testing.md says what SOURCES holds.
 peer-suites: $(VENV)/.installed
 	$(BIN)/python benchmarks/peer_suites.py $(SOURCES) --output build/peer_suites.json
 
@@ -109,7 +109,7 @@ format: $(VENV)/.lint
 	$(BIN)/clang-format -i $(C_SOURCES)
 
 # What docs/ and the README link to, where it lies as in the repository: mkdocs.yml says why.
-PAGES := $(wildcard *.md) LICENSE CITATION.cff docs benchmarks examples fused_optim tests
+PAGES := $(wildcard *.md) LICENSE CITATION.cff setup.py docs benchmarks csrc examples fused_optim tests
 
 docs: $(VENV)/.docs
 	mkdir -p build/pages

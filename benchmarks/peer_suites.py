@@ -1,8 +1,8 @@
 """The tests that peers have of their Adam, run with this package's optimizers in its place, and with theirs.
 
 ``python benchmarks/peer_suites.py SOURCES --output peer_suites.json`` writes the outcomes, and pytest's output to
-``peer_suites.log`` beside them. docs/development.md says what lies in SOURCES. The exit status is 1 if a test fails
-that ``EXPECTED`` and ``EXPECTED_OF_OWN`` do not name, or if a suite does not come to its end.
+``peer_suites.log`` beside them. docs/contributing/testing.md says what lies in SOURCES. The exit status is 1 if a test
+fails that ``EXPECTED`` and ``EXPECTED_OF_OWN`` do not name, or if a suite does not come to its end.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     files = [name for suite in options.suites or SUITES for name in suite.files]
     missing = [name for name in files if not (options.sources / name).is_file()]
     if missing:
-        parser.error(f"{options.sources / missing[0]} is missing; docs/development.md says what belongs there")
+        parser.error(f"{options.sources / missing[0]} is missing; docs/contributing/testing.md says what belongs there")
     return options
 
 

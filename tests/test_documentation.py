@@ -245,13 +245,39 @@ def test_messages_are_those_of_the_sources() -> None:
     assert not wrong
 
 
-def test_the_layout_is_that_of_the_tree() -> None:
-    """docs/development.md names every source file, and none that is not there."""
-    root = Path(__file__).parents[1]
-    text = (root / "docs" / "development.md").read_text()
-    layout = text[text.index("    csrc/multi_tensor/") : text.index("Imports point downwards")]
-    named = set(re.findall(r"\w+\.(?:py|h|cuh|cu|cpp)\b", layout))
-    folders = {"fused_optim": ".py", "csrc": ""}
-    files = {path.name for folder, suffix in folders.items() for path in (root / folder).rglob(f"*{suffix}")}
-    files = {name for name in files if re.search(r"\.(py|h|cuh|cu|cpp)$", name)} - {"__init__.py", "__main__.py"}
-    assert named == files, sorted(named ^ files)
+# --- the sources ----------------------------------------------------------------------------------------------------
+
+DEVELOPMENT = (snippets.DOCS / "development.md").read_text()
+
+
+def test_rooms_are_the_folders() -> None:
+    """docs/development.md has a line for each folder of sources, and for no other."""
+    rows = set(re.findall(r"^\| `([\w/]+)` \|", DEVELOPMENT, re.M))
+    folders = set()
+    for root in ("fused_optim", "csrc"):
+        folder = snippets.ROOT / root
+        files = [path for path in folder.rglob("*") if path.suffix in {".py", ".h", ".cpp", ".cu", ".cuh"}]
+        sources = [path for path in files if path.name != "__init__.py"]
+        folders |= {str(path.parent.relative_to(folder)) for path in sources} - {"."}
+    assert rows == folders, sorted(rows ^ folders)
+
+
+def undefined(text: str) -> list[str]:
+    """Of "`name` ([file](path))", with ``Class.name`` and ``Class::name``, those that the file does not define."""
+    wrong = []
+    for name, path in re.findall(r"`([\w.:]+)`\s+\(\[[\w.]+\]\(\.\./([^)]+)\)\)", text):
+        source = (snippets.ROOT / path).read_text()
+        for part in re.split(r"\.|::", name):
+            defined = rf"^\s*(?:class|struct|def) {part}\b|^[ \w:<>,*&]+ {part}(?:\(|<Rule)"
+            if not re.search(defined, source, re.M):
+                wrong.append(f"{name} in {path}")
+    return wrong
+
+
+def test_journeys_name_what_is_there() -> None:
+    assert undefined(DEVELOPMENT) == []
+
+
+def test_names_that_are_gone_are_found() -> None:
+    text = "`Plan.fits` ([plan.py](../fused_optim/step/plan.py)), `Plan.fit`\n([plan.py](../fused_optim/step/plan.py))"
+    assert undefined(text) == ["Plan.fit in fused_optim/step/plan.py"]

@@ -1,6 +1,6 @@
 """Measured figures in the documents are those of the results that a comment below them names.
 
-docs/development.md, "Figures in the documents", says how such a comment is written.
+docs/contributing/releases.md, "Figures", says how such a comment is written.
 """
 
 from __future__ import annotations

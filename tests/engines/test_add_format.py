@@ -1,4 +1,4 @@
-"""The steps of docs/development.md, "To add a state format", done with a format of the test's own."""
+"""The steps of docs/contributing/adding.md, "A state format", done with a format of the test's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes that are added by the steps of docs/development.md, in Python alone, hold what those of the package hold.
+"""Recipes that are added as docs/contributing/adding.md says, in Python alone, hold what those of the package hold.
 
 They are this file's own, so every process that is handed one has added it.
 """
