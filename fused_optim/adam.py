@@ -49,15 +49,11 @@ class Adam(Rule):
 
     spec = ADAM
     repr_keys = ("betas", "eps")
-    adam_w_mode: bool = True
-
-    @property
-    def decoupled(self) -> bool:
-        return self.adam_w_mode
+    decoupled: bool = True
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"adam_w_mode": self.adam_w_mode}
+        return {"adam_w_mode": self.decoupled}
 
     def check(self, group: Mapping[str, Any]) -> None:
         check_decay_rates(group["betas"])

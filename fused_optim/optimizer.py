@@ -36,7 +36,7 @@ from fused_optim.options.table import (
     spelled_alike,
 )
 from fused_optim.publishing import Publisher
-from fused_optim.rules import Rules
+from fused_optim.rules import Rules, check_order
 from fused_optim.sharding.collective import failing_together, parameter_names
 from fused_optim.state import state_dict as forms
 from fused_optim.state import torch_form
@@ -78,7 +78,8 @@ class ShardedOptimizer(Publisher, OfOptimizers):
         self._check_form(self.settings.checkpoint_format)
         self.store = StateStore(self)
         self.stepper = Stepper(self.store, 0, self._synthetic_of_plain)
-        given = {"state_dtype": None, "maximize": False, **dict.fromkeys(self.store.format_options), **given}
+        usual_ones = {"state_dtype": None, "maximize": False, **dict.fromkeys(self.store.format_options)}
+        given = given | {key: value for key, value in usual_ones.items() if key not in given}
         usual = torch.float32 if given["state_dtype"] is None else given["state_dtype"]
         dtypes = {key: usual if given[key] is None else given[key] for key in self.store.format_options}
         if is_drop_in := isinstance(self, OfDropIns):
@@ -151,6 +152,7 @@ class ShardedOptimizer(Publisher, OfOptimizers):
         first = sum(len(g["params"]) for g in self.param_groups[:-1])
         try:
             check_params(group, first, rule)
+            check_order(rule, group)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise

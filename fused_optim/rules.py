@@ -153,7 +153,8 @@ class Rule(abc.ABC):
     ``repr_keys``: keys of param groups that the optimizer's text shows. ``collective_keys``: keys that change
     collectives or plans; all ranks must agree on them, which is checked with each plan. ``rank_uniform_keys``: keys to
     be alike because a rank computes parts of others' updates; they are checked once. ``needs_step``: states mean
-    nothing without the number of their step.
+    nothing without the number of their step. ``decoupled``: weight decay multiplies the parameter; else it is added to
+    the gradient.
     """
 
     spec: RuleSpec
@@ -162,6 +163,13 @@ class Rule(abc.ABC):
     needs_step = True
     collective_keys: tuple[str, ...] = ()
     rank_uniform_keys: tuple[str, ...] = ()
+    decoupled: bool = True
+    name: str
+    states: tuple[StateSpec, ...]
+    has_torch_form: bool  # whether state dicts may have torch.optim.AdamW's form
+
+    def __init_subclass__(cls) -> None:
+        cls.name, cls.states, cls.has_torch_form = cls.spec.name, cls.spec.states, cls.spec.torch_form
 
     # What a rule defines:
 
@@ -171,7 +179,7 @@ class Rule(abc.ABC):
 
     @abc.abstractmethod
     def hyperparameters(self, group: Mapping[str, Any]) -> dict[str, float]:
-        """The numbers of a param group that ``spec.hyperparameters`` names."""
+        """The numbers of a param group that ``spec.hyperparameters`` names, in this order."""
 
     @abc.abstractmethod
     def scalars(self, values: Mapping[str, float], lr: float, step: int) -> tuple[float, dict[str, float]]:
@@ -195,24 +203,6 @@ class Rule(abc.ABC):
     # What the optimizer and the backends ask:
 
     @property
-    def name(self) -> str:
-        return self.spec.name
-
-    @property
-    def decoupled(self) -> bool:
-        """Whether weight decay multiplies the parameter; else it is added to the gradient."""
-        return True
-
-    @property
-    def states(self) -> tuple[StateSpec, ...]:
-        return self.spec.states
-
-    @property
-    def has_torch_form(self) -> bool:
-        """Whether state dicts may have torch.optim.AdamW's form."""
-        return self.spec.torch_form
-
-    @property
     def options(self) -> Mapping[str, Any]:
         """Options of the whole optimizer that are the rule's, by the names of the constructor's arguments."""
         return {}
@@ -222,11 +212,6 @@ class Rule(abc.ABC):
 
     def foreign_keys(self, group: Mapping[str, Any]) -> Collection[str]:
         return ()
-
-    def values(self, group: Mapping[str, Any]) -> dict[str, float]:
-        """The rule's own hyperparameters of a param group, in the engines' order."""
-        numbers = self.hyperparameters(group)
-        return {name: numbers[name] for name in self.spec.hyperparameters}
 
     def derive(self, hyper: Hyper, lr: float, step: int, grad_factor: float) -> Scalars:
         """``lr``, ``step`` and ``grad_factor``, with the sign of ``maximize``: read from their device."""
@@ -249,6 +234,13 @@ class Rule(abc.ABC):
             return self.step(grad, param, states, s)
 
         return update
+
+
+def check_order(rule: Rule, group: Mapping[str, Any]) -> None:
+    """Raise ValueError for a rule whose hyperparameters are not its table's: engines take them by order."""
+    if tuple(found := rule.hyperparameters(group)) != rule.spec.hyperparameters:
+        expected = ", ".join(rule.spec.hyperparameters)
+        raise ValueError(f"{type(rule).__name__}.hyperparameters(): expected {expected}, got {', '.join(found)}")
 
 
 class Rules(Protocol):

@@ -72,6 +72,7 @@ def test_the_sdist_is_told_of_every_folder() -> None:
 def test_the_reference_lists_every_public_name(page: str) -> None:
     module = importlib.import_module(REFERENCE[page])
     listed = re.findall(r"^::: (\S+)$", (ROOT / f"docs/reference/{page}.md").read_text(), re.MULTILINE)
+    listed = [name for name in listed if ".options.table." not in name]  # tables of options, not names
     assert sorted(listed) == sorted(f"{module.__name__}.{name}" for name in module.__all__ if name != "__version__")
 
 

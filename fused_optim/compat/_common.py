@@ -56,12 +56,12 @@ class PeersAdam(PeersSettings, FusedAdam):
     @property
     def adam_w_mode(self) -> bool:
         """True for AdamW's decoupled weight decay, False for torch.optim.Adam's L2 penalty."""
-        return self.rule.adam_w_mode
+        return self.rule.decoupled
 
     @adam_w_mode.setter
     @entry
     def adam_w_mode(self, mode: bool) -> None:
-        self.rule.adam_w_mode = mode
+        self.rule.decoupled = mode
 
 
 def arguments(scope: Mapping[str, Any]) -> dict[str, Any]:

@@ -143,7 +143,7 @@ def _rate(name: str, value: Any) -> Any:
 
 def _betas(name: str, value: Any) -> Any:
     """A tuple of numbers, from any sequence, tensor or array, or from text such as "(0.9, 0.95)"."""
-    if type(value) is tuple and all(type(beta) is float for beta in value):
+    if type(value) is tuple and {*map(type, value)} == {float}:
         return value
     if isinstance(value, str):
         value = value.strip("()[] ").split(",")

@@ -415,7 +415,10 @@ class Plan:
         ``workspaces``: see ``DeviceScalars.workspaces``. ``found_inf``: not 0 skips the step.
         """
         self._store.is_untouched = False
-        on_devices, updated = {device: hypers(device) for device in self.backends}, self._updated()
+        on_devices = {device: hypers(device) for device in self.backends}
+        updated: list[Tensor] = []  # parameters with a gradient
+        for part in self.parts:
+            updated += part.shards.updated(part.cached)
         batches = self._weights.batches(self._attribute, updated, on_devices)
         applies = None if found_inf is None or not batches else found_inf.reshape(()) == 0
         for batch in batches:
@@ -436,13 +439,6 @@ class Plan:
             for i in uncached:  # of the others nobody has looked whether they were written
                 if (param := part.cached[i].param_ref()) is not None:
                     self._store[param].record_versions()
-
-    def _updated(self) -> list[Tensor]:
-        """The parameters that have a gradient in this step."""
-        updated: list[Tensor] = []
-        for part in self.parts:
-            updated += part.shards.updated(part.cached)
-        return updated
 
 
 def _let_go(plan: weakref.ref[Plan], index: int, _: object) -> None:

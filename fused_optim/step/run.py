@@ -390,7 +390,9 @@ class Stepper:
     def _update(self, groups: Sequence[Group], plan: Plan, scaling: Scaling, capturing: bool) -> None:
         grad_scale, found_inf = scaling
         settings, devices = self._store.settings, plan.backends
-        counting = self._counting(groups, plan)
+        counting = plan.groups_with_gradients  # the param groups that this step advances
+        if len(counting) < len(groups):
+            counting |= self.remote_groups()
         if capturing:
             check_capturable(devices)
             self._check_no_collective()
@@ -419,11 +421,6 @@ class Stepper:
             self.scalars.count(groups, capturing)
             if not plan.is_on_gpu:  # reading costs nothing
                 self.scalars.pull(groups)
-
-    def _counting(self, groups: Sequence[Group], plan: Plan) -> set[int]:
-        """The numbers of param groups that this step advances."""
-        found = plan.groups_with_gradients
-        return found if len(found) == len(groups) else found | self.remote_groups()
 
     def remote_groups(self) -> set[int]:
         """Param groups with empty local shards whose step must still advance, because other ranks step them.
@@ -473,7 +470,7 @@ class Stepper:
             hyper = Hyper(
                 rule=rule,
                 lr=lr,
-                values=rule.values(group),
+                values=rule.hyperparameters(group),
                 decoupled=rule.decoupled,
                 weight_decay=float(group["weight_decay"]),
                 step=int(group["step"]) + 1,
@@ -483,7 +480,7 @@ class Stepper:
                 grad_factor=factor,
                 found_inf=skip,
                 steps_done=self.scalars.step(device, number) if number in counted else None,
-                orthogonalization=rule.orthogonalization(group),
+                orthogonalization=rule.orthogonalization(group) if rule.whole_matrices else None,
             )
             hypers.append(hyper)
         return hypers

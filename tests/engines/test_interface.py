@@ -43,7 +43,7 @@ def test_engines_take_what_their_protocol_says(name: str) -> None:
     holders = {Engine: engine, EngineShardTable: engine.ShardTable, EngineGradients: engine.Gradients}
     found = {protocol: {key: has(holder, key) for key in declared(protocol)} for protocol, holder in holders.items()}
     assert found == {protocol: declared(protocol) for protocol in holders}
-    assert len(found[EngineShardTable]["set_group"]) == 16 and len(found[Engine]["quantize_rescale"]) == 9
+    assert len(found[EngineShardTable]["set_group"]) == 13 and len(found[Engine]["quantize_rescale"]) == 9
 
 
 def test_the_cuda_engine_has_more() -> None:

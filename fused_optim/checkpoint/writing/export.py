@@ -84,7 +84,7 @@ def _plain_moments(optimizer: FusedAdam, names: Mapping[Tensor, str]) -> Iterato
 
 
 def _group(optimizer: FusedAdam, group: Mapping[str, Any], names: Mapping[Tensor, str]) -> dict[str, Any]:
-    shown = torch_group(group, optimizer.rule.adam_w_mode)
+    shown = torch_group(group, optimizer.rule.decoupled)
     shown.pop("param_names", None)  # the parameters have their names here
     return {**shown, "params": [names[param] for param in group["params"]]}
 
