@@ -36,7 +36,7 @@ from fused_optim.options.table import (
     spelled_alike,
 )
 from fused_optim.publishing import Publisher
-from fused_optim.rules import Rules, check_order
+from fused_optim.rules import Rules
 from fused_optim.sharding.collective import failing_together, parameter_names
 from fused_optim.state import state_dict as forms
 from fused_optim.state import torch_form
@@ -152,7 +152,9 @@ class ShardedOptimizer(Publisher, OfOptimizers):
         first = sum(len(g["params"]) for g in self.param_groups[:-1])
         try:
             check_params(group, first, rule)
-            check_order(rule, group)
+            if tuple(rule.hyperparameters(group)) != rule.spec.hyperparameters:  # engines take them by order
+                expected = ", ".join(rule.spec.hyperparameters)
+                raise TypeError(f"{type(rule).__name__}.hyperparameters(): expected {expected}, in this order")
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise

@@ -236,13 +236,6 @@ class Rule(abc.ABC):
         return update
 
 
-def check_order(rule: Rule, group: Mapping[str, Any]) -> None:
-    """Raise ValueError for a rule whose hyperparameters are not its table's: engines take them by order."""
-    if tuple(found := rule.hyperparameters(group)) != rule.spec.hyperparameters:
-        expected = ", ".join(rule.spec.hyperparameters)
-        raise ValueError(f"{type(rule).__name__}.hyperparameters(): expected {expected}, got {', '.join(found)}")
-
-
 class Rules(Protocol):
     """The update rules of an optimizer: one, or one for each kind of param group.
 
