@@ -112,9 +112,9 @@ class Collector:
         return {self._keys[key]: value for key, value in state.items()}
 
     def optimizer_state(self, form: CheckpointFormat, device: CheckpointDevice) -> dict[str, Any]:
-        optimizer = self._optimizer
-        before = optimizer.checkpoint_format, optimizer.checkpoint_device
-        optimizer.checkpoint_format, optimizer.checkpoint_device = form, device
+        optimizer, settings = self._optimizer, self._optimizer.settings
+        before = settings.checkpoint_format, settings.checkpoint_device
+        settings.checkpoint_format, settings.checkpoint_device = form, device
         users = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
         try:
             if self._options is None:
@@ -124,7 +124,7 @@ class Collector:
                     state = get_optimizer_state_dict(self._model, optimizer, options=self._options)
             return {**state, ENTRIES: list(map(list, users.items()))} if users else state
         finally:
-            optimizer.checkpoint_format, optimizer.checkpoint_device = before
+            settings.checkpoint_format, settings.checkpoint_device = before
 
     def _named(self, state: dict[str, Any]) -> dict[str, Any]:
         """The optimizer's state dict with the parameters' names in place of their numbers."""
