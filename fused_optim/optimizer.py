@@ -13,10 +13,11 @@ from torch.optim.optimizer import ParamsT
 
 from fused_optim import adapters
 from fused_optim.decorators import between_graphs, declared_without, entry, observed, ungraded
-from fused_optim.memory.layout import MASTER, STEP
+from fused_optim.memory.layout import INITIAL_LR, MASTER, STEP
 from fused_optim.options.checks import (
     can_be_updated,
     check_belongs,
+    check_decoupled_lr,
     check_decoupling,
     check_hyperparameters,
     check_iterable,
@@ -151,6 +152,9 @@ class ShardedOptimizer(Publisher, OfOptimizers):
             group.setdefault(key, value)
         first = sum(len(g["params"]) for g in self.param_groups[:-1])
         try:
+            if self.settings.decoupled_lr:
+                check_decoupled_lr(group, rule)
+                group.setdefault(INITIAL_LR, float(group["lr"]))  # before a warmup changes it
             check_params(group, first, rule)
             if tuple(rule.hyperparameters(group)) != rule.spec.hyperparameters:  # engines take them by order
                 expected = ", ".join(rule.spec.hyperparameters)

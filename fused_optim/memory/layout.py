@@ -18,6 +18,7 @@ from fused_optim.rules import StateSpec
 from fused_optim.sharding.dtensor import Geometry, has_values, local_tensor, shard_geometry
 
 MASTER = "master_param"
+INITIAL_LR = "initial_lr"  # of a param group, as torch's schedulers call it
 STEP = "step"  # of a param group; of each parameter where states are as torch.optim.AdamW's
 
 

@@ -22,6 +22,7 @@ from fused_optim.formats.dtypes import as_dtype
 from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.formats.states import STATE_FORMATS
 from fused_optim.memory.host_memory import can_be_streamed
+from fused_optim.memory.layout import INITIAL_LR
 from fused_optim.rules import Rule, Rules
 from fused_optim.sharding.dtensor import is_dense, local_tensor
 
@@ -134,6 +135,14 @@ def check_decay_rates(betas: Any, count: int = 2) -> None:
             raise TypeError(f"betas[{i}]: expected a number, got {type(beta).__name__}")
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"betas[{i}]: expected a number in [0, 1), got {beta}")
+
+
+def check_decoupled_lr(group: Mapping[str, Any], rule: Rule) -> None:
+    """Raise ValueError where ``decoupled_lr`` means nothing."""
+    if not rule.decoupled:
+        raise ValueError("decoupled_lr=True is for decoupled weight decay: write decoupled_weight_decay=True, too")
+    if not float(group.get(INITIAL_LR, group["lr"])) > 0.0:
+        raise ValueError(f"decoupled_lr=True needs a first learning rate above 0, got {float(group['lr'])}")
 
 
 def check_saved_group(group: dict[str, Any], saved: Mapping[str, Any], rules: Rules) -> None:

@@ -18,6 +18,7 @@ class OptionsOfAll(TypedDict, total=False):
     master_bits: int | None
     stochastic_rounding: bool
     seed: int
+    decoupled_lr: bool
     skip_nonfinite: bool
     offload_states: bool
     offload_fraction: float

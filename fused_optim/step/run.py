@@ -16,7 +16,7 @@ from fused_optim.backends import is_capturing
 from fused_optim.backends.compiled import load_kernels
 from fused_optim.decorators import callers_level
 from fused_optim.memory import copies, replaced
-from fused_optim.memory.layout import STEP
+from fused_optim.memory.layout import INITIAL_LR, STEP
 from fused_optim.options.checks import check_hyperparameters, check_update, describe
 from fused_optim.options.table import OF_SETTINGS, Option, read_group, whole_number_of
 from fused_optim.rules import Hyper
@@ -472,7 +472,7 @@ class Stepper:
                 lr=lr,
                 values=rule.hyperparameters(group),
                 decoupled=rule.decoupled,
-                weight_decay=float(group["weight_decay"]),
+                weight_decay=float(group["weight_decay"]) / (_initial_lr(group) if settings.decoupled_lr else 1.0),
                 step=int(group["step"]) + 1,
                 maximize=group["maximize"],
                 stochastic_rounding=settings.stochastic_rounding,
@@ -484,3 +484,10 @@ class Stepper:
             )
             hypers.append(hyper)
         return hypers
+
+
+def _initial_lr(group: Group) -> float:
+    """The group's first learning rate; the present one where the option was set later."""
+    if INITIAL_LR not in group:
+        group[INITIAL_LR] = float(group["lr"])
+    return float(group[INITIAL_LR])

@@ -1,0 +1,86 @@
+"""decoupled_lr: weight decay follows the schedule of the learning rate, not its size."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cases import values
+from distributed import same_bits
+from fused_optim import FusedAdam, FusedAdamW, FusedAdEMAMix, FusedLion, FusedMuon
+
+KINDS = [FusedAdamW, FusedLion, FusedAdEMAMix, FusedMuon]
+
+
+def param() -> nn.Parameter:
+    return nn.Parameter(values((8, 128), torch.float32, "cpu", seed=0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_without_gradient_shrink_by_the_share_of_the_schedule(kind: Any) -> None:
+    """With gradients of 0 the decay is all that moves."""
+    optimizer = kind([param()], lr=4e-3, weight_decay=0.02, decoupled_lr=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: [0.25, 1.0, 0.5][min(step, 2)])
+    (weight,) = optimizer.param_groups[0]["params"]
+    expected = weight.detach().double()
+    for share in (0.25, 1.0, 0.5, 0.5):
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+        schedule.step()
+        expected = expected * (1 - 0.02 * share)
+    torch.testing.assert_close(weight.detach().double(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_it_is_the_usual_decay_of_another_strength() -> None:
+    """And goes on after a load, into an optimizer with another first learning rate."""
+    ours = FusedAdamW([param()], lr=2e-2, weight_decay=0.01, decoupled_lr=True)
+    usual = FusedAdamW([param()], lr=2e-2, weight_decay=0.01 / 2e-2)
+    for number in range(6):
+        if number == 3:
+            saved = copy.deepcopy(ours.state_dict())
+            (weight,) = ours.param_groups[0]["params"]
+            ours = FusedAdamW([weight], lr=7.0, weight_decay=0.01, decoupled_lr=True)
+            ours.load_state_dict(saved)
+        for optimizer in (ours, usual):
+            optimizer.param_groups[0]["lr"] = 2e-2 / (number + 1)
+            (weight,) = optimizer.param_groups[0]["params"]
+            weight.grad = values((8, 128), torch.float32, "cpu", seed=number + 1)
+            optimizer.step()
+    assert same_bits(*(optimizer.param_groups[0]["params"][0].detach() for optimizer in (ours, usual)))
+
+
+def test_groups_have_rates_of_their_own() -> None:
+    first, second = param(), param()
+    optimizer = FusedAdamW([{"params": [first]}, {"params": [second], "lr": 1e-4}], lr=1e-2, decoupled_lr=True)
+    assert [group["initial_lr"] for group in optimizer.param_groups] == [1e-2, 1e-4]
+    assert "initial_lr" not in FusedAdamW([param()]).param_groups[0]
+
+
+@pytest.mark.parametrize("set_later", [False, True])
+def test_first_rates_that_no_checkpoint_has(set_later: bool) -> None:
+    """A load keeps the optimizer's own; an option that is set later takes the present one."""
+    optimizer = FusedAdamW([param()], lr=1e-2, weight_decay=0.1, decoupled_lr=not set_later)
+    optimizer.load_state_dict(FusedAdamW([param()], lr=3e-3, weight_decay=0.1).state_dict())
+    optimizer.decoupled_lr = True
+    (weight,) = optimizer.param_groups[0]["params"]
+    before, weight.grad = weight.detach().clone(), torch.zeros_like(weight)
+    optimizer.step()
+    factor = 0.9 if set_later else 0.97
+    torch.testing.assert_close(weight.detach(), before * factor, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FusedAdam([param()], weight_decay=0.1, decoupled_weight_decay=False, decoupled_lr=True), "decoupled"),
+        (lambda: FusedAdamW([param()], lr=0.0, decoupled_lr=True), "first learning rate above 0, got 0.0"),
+    ],
+    ids=["L2", "no rate"],
+)
+def test_where_it_means_nothing(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
