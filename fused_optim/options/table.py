@@ -280,8 +280,8 @@ class OfOptimizers:
             by its name where ``params`` has names, so that optimizers of parts of a model round as one of all of it
             does; else by its position.
         decoupled_lr: weight decay follows the schedule of the learning rate, not its size: the parameter is multiplied
-            by ``1 - weight_decay * lr / initial_lr``. ``param_group["initial_lr"]``, as torch's schedulers call it, is the
-            group's first learning rate. Only for decoupled weight decay (Loshchilov & Hutter, 2019, propose it).
+            by ``1 - weight_decay * lr / initial_lr``. ``param_group["initial_lr"]``, which torch's schedulers set, too,
+            is the group's first learning rate. Only for decoupled weight decay (Loshchilov & Hutter, 2019, propose it).
         skip_nonfinite: a step whose gradients hold a NaN or an infinity, on any rank, changes nothing and does not
             count; nothing is read back. Costs one pass over the gradients, unless the optimizer's ``clip_grad_norm_``
             was called for the step, and makes ``step()`` a collective over ``skip_nonfinite_group``, by default all
