@@ -284,7 +284,7 @@ def test_a_weight_decay_asks_whose_it_is(decay: Any) -> None:
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": params(), "weight_decay": decay, "decoupled_weight_decay": True})
     for kind in (FusedAdamW, apex.FusedAdam, transformer_engine.FusedAdam, megatron.FusedAdam):
-        assert kind(params(), weight_decay=decay).rule.adam_w_mode
+        assert kind(params(), weight_decay=decay).rule.decoupled
 
 
 @pytest.mark.parametrize(
