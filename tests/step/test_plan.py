@@ -178,7 +178,7 @@ def reordered_parameters(t: Trainer) -> None:
 def changed_hyperparameters(t: Trainer) -> None:
     t.optimizer.param_groups[0] |= {"lr": 0.5, "betas": (0.5, 0.6), "eps": 0.1, "weight_decay": 0.3, "maximize": True}
     t.optimizer.param_groups[1] |= {"bias_correction": False, "step": 40}
-    t.optimizer.rule.adam_w_mode = False
+    t.optimizer.rule.decoupled = False
 
 
 def changed_seed(t: Trainer) -> None:
