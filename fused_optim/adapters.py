@@ -46,7 +46,7 @@ class Fractions:
 
 @dataclass(frozen=True)
 class FusedEncode:
-    """What an engine's update of an FP32 master does for the quantized weight beside it, in the same pass.
+    """The outputs of an update of an FP32 master for the quantized weight beside it, in the same pass.
 
     ``format``, ``round_up``: as in ``recipes.KernelFormat``. ``data``: the codes are written here; None: they are
     written later. ``scale``: that of the blocks, which is written too, or of the whole weight, which is read; None
@@ -82,14 +82,14 @@ class Update:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor of a local shard begins in that of the whole parameter, of this ``shape``."""
+    """The place of a local shard's tensor in that of the whole parameter, which has this ``shape``."""
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
 
 
 class Adapter(Protocol):
-    """What is asked of the local tensor of a quantized parameter, and of the parameter (perhaps a DTensor) itself."""
+    """The optimizer's view of a quantized parameter: its local tensor, and the parameter (perhaps a DTensor) itself."""
 
     def needs_master(self, param: Tensor) -> str | None:
         """Why small updates of this parameter would be lost without a master; None if :meth:`write` keeps them.
@@ -101,7 +101,7 @@ class Adapter(Protocol):
         """An optimizer holds this parameter: :meth:`initial_values` are wanted until :meth:`discard_initial`."""
 
     def has_initial(self, param: Tensor) -> bool:
-        """Whether it remembers more than :meth:`values`, which no file holds."""
+        """True if it remembers more than :meth:`values`, which no file holds."""
 
     def initial_values(self, param: Tensor) -> Tensor:
         """New local FP32 values to start a master from, as precise as the tensor remembers them."""
@@ -127,24 +127,24 @@ class Adapter(Protocol):
         """
 
     def keeps(self, param: Tensor, master: Tensor) -> bool:
-        """Whether a parameter beside which its master is loaded stays as it is, because it is the master rounded with a
+        """True if a parameter beside which its master is loaded stays as it is, because it is the master rounded with a
         scale that checkpoints do not have. Rounded again, with another scale, it would move away from what was saved.
         """
 
     def parts(self, param: Tensor) -> dict[str, Tensor] | None:
-        """What decoding this rank's shard needs, by name: ``data`` first, then scales. None: the adapter cannot tell.
+        """Tensors that decode this rank's shard, by name: ``data`` first, then scales. None: the adapter cannot tell.
 
         No copies.
         """
 
     def place(self, param: Tensor, part: str) -> Place:
-        """Where one of :meth:`parts` lies."""
+        """The place of one of :meth:`parts`."""
 
     def needs_collective(self, param: Tensor) -> bool:
-        """Whether new values need a reduction over ranks. All ranks answer alike."""
+        """True if new values need a reduction over ranks. All ranks answer alike."""
 
     def target(self, param: Tensor) -> FusedEncode | None:
-        """What the update pass can do for this parameter; None: nothing, :meth:`write` does it all."""
+        """The encoding that the update pass can do for this parameter; None: :meth:`write` does it all."""
 
     def write(self, updates: Sequence[Update], applies: Tensor | None, advance: bool) -> None:
         """Quantize many.
@@ -202,7 +202,7 @@ def retain_initial_values(params: Iterable[Tensor]) -> None:
 
 
 def needs_collective(param: Tensor) -> bool:
-    """Whether a parameter is quantized and new values of it need a reduction over ranks."""
+    """True if a parameter is quantized and new values of it need a reduction over ranks."""
     adapter = adapter_of(param)
     return adapter is not None and adapter.needs_collective(param)
 

@@ -62,7 +62,7 @@ def muon_param_groups(
 
 
 def is_muons_by_name(name: str, dims: int, names: Collection[str]) -> bool | None:
-    """Whether a parameter would be under Muon, as far as its name says, where no module tells; None: it cannot be told.
+    """True if a parameter would be under Muon, as far as its name says, where no module tells; None: it cannot be told.
 
     ``names``: of all parameters of the model.
     """

@@ -51,7 +51,7 @@ from fused_optim.step.scalars import keep_rates
 
 
 class ShardedOptimizer(Publisher, OfOptimizers):
-    """What all optimizers of this package share. It knows no update rule: subclasses give it one.
+    """Base class of all optimizers of this package. It knows no update rule: subclasses give it one.
 
     Each fact has one owner. ``param_groups`` have the hyperparameters and the ``step``; ``settings`` the options of the
     whole optimizer, which attributes show; ``state`` the tensors and ``store`` how they are laid out; ``stepper`` what

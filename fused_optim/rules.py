@@ -250,7 +250,7 @@ class Rules(Protocol):
     def states(self) -> tuple[StateSpec, ...]: ...
     @property
     def has_torch_form(self) -> bool:
-        """Whether state dicts may have torch.optim.AdamW's form."""
+        """True if state dicts may have torch.optim.AdamW's form."""
 
     @property
     def options(self) -> Mapping[str, Any]:

@@ -161,7 +161,7 @@ def why_reference(device_type: str, rule: RuleSpec | None = None) -> str:
 
 
 def is_capturing() -> bool:
-    """Whether the current CUDA stream is being captured into a graph."""
+    """True if the current CUDA stream is being captured into a graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 

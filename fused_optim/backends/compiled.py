@@ -26,7 +26,7 @@ def address(tensor: Tensor | None) -> int:
 
 
 def run_on(device: torch.device) -> dict[str, int]:
-    """Where an engine is to run, as arguments of its functions."""
+    """The device and stream, or threads, that an engine runs on, as arguments of its functions."""
     if device.type == "cuda":
         # Not torch.cuda.current_stream(), which makes a Python object: each weight that is decoded asks.
         return {"device": device.index, "stream": torch._C._cuda_getCurrentRawStream(device.index)}
@@ -40,7 +40,7 @@ def any_engine() -> Engine | None:
 
 
 def same_objects(left: Sequence[Any], right: list[Any]) -> bool:
-    """Whether both hold the same objects."""
+    """True if both hold the same objects."""
     engine = any_engine()
     if engine is not None and isinstance(left, list):
         return engine.same_objects(left, right)
@@ -48,7 +48,7 @@ def same_objects(left: Sequence[Any], right: list[Any]) -> bool:
 
 
 class Identities:
-    """Which objects there were, without keeping them: whoever asks knows that they still live."""
+    """The ids of some objects, which are not kept alive. Compare only while they are known to live."""
 
     def __init__(self, objects: Iterable[Any]) -> None:
         self._list = list(map(id, objects))
@@ -56,7 +56,7 @@ class Identities:
         self._numbers = None if engine is None else engine.Numbers(self._list)
 
     def are(self, objects: Sequence[Any]) -> bool:
-        """Whether these are the same objects, in the same order."""
+        """True if these are the same objects, in the same order."""
         engine = any_engine()
         if engine is not None and self._numbers is not None and isinstance(objects, list):
             return engine.are_objects(objects, self._numbers)
@@ -64,7 +64,7 @@ class Identities:
 
     @staticmethod
     def are_items(mapping: Mapping[Any, Any], keys: Identities, values: Identities) -> bool:
-        """Whether a dict holds the same objects, in the same order."""
+        """True if a dict holds the same objects, in the same order."""
         engine, numbers, others = any_engine(), keys._numbers, values._numbers
         if engine is not None and numbers is not None and others is not None and isinstance(mapping, dict):
             return engine.are_items(mapping, numbers, others)
@@ -72,14 +72,14 @@ class Identities:
 
 
 class SameTensors:
-    """Which tensors there were, without keeping them: they are others once one of them is gone."""
+    """The ids of some tensors, which are not kept alive. No list equals it once one of them was freed."""
 
     def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
         self._ids, self._alive = Identities(tensors), ByParameter(dict.fromkeys(tensors, True))
         self._count = len(self._alive)
 
     def are(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are the same tensors, in the same order."""
+        """True if these are the same tensors, in the same order."""
         return len(self._alive) == self._count and self._ids.are(tensors)
 
 

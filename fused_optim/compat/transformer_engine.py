@@ -123,7 +123,7 @@ class FusedAdam(PeersAdam):
 
 
 def has_bytes(states: Mapping[str, Any]) -> bool:
-    """Whether some state has elements of 8 bits."""
+    """True if some state has elements of 8 bits."""
     own = [states[name] for name in (*MOMENTS, MASTER) if isinstance(states.get(name), Tensor)]
     return any(state.element_size() == 1 for state in own)
 

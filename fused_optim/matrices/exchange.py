@@ -75,7 +75,7 @@ class MatricesOnMesh:
 
     @property
     def is_local(self) -> bool:
-        """Whether nothing is moved."""
+        """True if nothing is moved."""
         return self._is_local
 
     @property
@@ -85,7 +85,7 @@ class MatricesOnMesh:
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Of the matrices."""
+        """(rows, columns) of this rank's matrices, in their order."""
         return [(matrix.rows, matrix.columns) for matrix in self._owned.matrices]
 
     @property

@@ -41,7 +41,7 @@ def orthogonalize(values: Sequence[Tensor], how: Sequence[Orthogonalization]) ->
 
 
 def _gains(x: Tensor, how: Orthogonalization, products: Products) -> bool:
-    """Whether steps on Gram matrices take less time: where symmetric products are made by half they always do."""
+    """True if steps on Gram matrices take less time: where symmetric products are made by half they always do."""
     if how.dtype == torch.float32 or not how.coefficients:
         return False
     smaller, larger = sorted(x.shape)

@@ -219,7 +219,7 @@ class Ownership:
 
     @functools.cached_property
     def is_local(self) -> bool:
-        """Whether no piece is moved."""
+        """True if no piece is moved."""
         return all(
             ranks == [owner] for owner, own in zip(self.owners, self.pieces, strict=True) for ranks in own.values()
         )

@@ -112,7 +112,7 @@ class ShardMemory:
 
 
 def _lies_at(first: int, pieces: Sequence[tuple[int, int, int | None]], offsets: Sequence[int]) -> bool:
-    """Whether the pieces lie one behind the other from there on, and kernels can be fast."""
+    """True if the pieces lie one behind the other from there on, and kernels can be fast."""
     places = [first + offset for offset in offsets]
     return first % _ALIGNMENT == 0 and all(place == at for (_, _, place), at in zip(pieces, places, strict=False))
 

@@ -34,7 +34,7 @@ class Copy:
         self._versions: list[Versions] | None = [Versions.read(param) for _, param in self.watched]
 
     def look(self) -> None:
-        """Whether someone has written a parameter since. Only the first look counts: later writes come after a wait."""
+        """True if someone has written a parameter since. Only the first look counts: later writes come after a wait."""
         with self._looking:
             self._look()
 

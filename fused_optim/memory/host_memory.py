@@ -84,7 +84,7 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def can_be_streamed(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a tensor in host memory is copied to and from ``device`` without the host: for GPUs it is page-locked."""
+    """True if a tensor in host memory is copied to and from ``device`` without the host: for GPUs it is page-locked."""
     return device.type != "cuda" or not tensor.numel() or tensor.is_pinned()
 
 

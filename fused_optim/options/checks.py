@@ -74,7 +74,7 @@ _USUAL_NUMBERS = (float, int)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a real number, and no truth value."""
+    """True if a value is a real number, and no truth value."""
     return type(value) in _USUAL_NUMBERS or (isinstance(value, Real) and not isinstance(value, bool))
 
 
@@ -208,12 +208,12 @@ def _has_usual_elements(param: Tensor) -> bool:
 
 
 def can_be_updated(param: Tensor) -> bool:
-    """Whether :func:`check_param` raises nothing. Frozen parameters that are held beside others may be of any kind."""
+    """True if :func:`check_param` raises nothing. Frozen parameters that are held beside others may be of any kind."""
     return _has_usual_elements(param) and not _is_unknown_wrapper(param)
 
 
 def _is_unknown_wrapper(param: Tensor) -> bool:
-    """Whether updates would go into what is decoded for them, and be lost."""
+    """True if updates would go into what is decoded for them, and be lost."""
     local = local_tensor(param)
     wraps = is_traceable_wrapper_subclass(local) and not isinstance(local, AsyncCollectiveTensor)
     return wraps and adapter_of(param) is None
@@ -254,7 +254,7 @@ def _grad_problem(param: Tensor, grad: Tensor) -> tuple[type[Exception], str] | 
 
 
 def _lacks_memory(local: Tensor) -> bool:
-    """Whether there is nothing at a tensor's address, or less than it should hold."""
+    """True if there is nothing at a tensor's address, or less than it should hold."""
     if not local.numel() or local._is_zerotensor() or isinstance(local, AsyncCollectiveTensor):
         return False
     if isinstance(local, FakeTensor):

@@ -12,7 +12,7 @@ CheckpointDevice = Literal["cpu", "stager"] | None
 
 
 class OptionsOfAll(TypedDict, total=False):
-    """Of every optimizer here, and of neither Apex's nor TransformerEngine's FusedAdam."""
+    """Options of every optimizer here, and of neither Apex's nor TransformerEngine's FusedAdam."""
 
     state_dtype: torch.dtype | str | None
     master_bits: int | None
@@ -30,33 +30,33 @@ class OptionsOfAll(TypedDict, total=False):
 
 
 class NativeOptions(OptionsOfAll, total=False):
-    """Of every native class, whatever its rule."""
+    """Options of every native class, whatever its rule."""
 
     capturable: bool
     maximize: bool
 
 
 class LionOptions(NativeOptions, total=False):
-    """Of :class:`fused_optim.FusedLion`."""
+    """Options of :class:`fused_optim.FusedLion`."""
 
     exp_avg_dtype: torch.dtype | str | None
 
 
 class AdamOptions(LionOptions, total=False):
-    """Of :class:`fused_optim.FusedAdam` and of FusedMuon's groups with ``algorithm="adamw"``."""
+    """Options of :class:`fused_optim.FusedAdam` and of FusedMuon's groups with ``algorithm="adamw"``."""
 
     bias_correction: bool
     exp_avg_sq_dtype: torch.dtype | str | None
 
 
 class Options(AdamOptions, total=False):
-    """Of :class:`fused_optim.FusedAdam`."""
+    """Options of :class:`fused_optim.FusedAdam`."""
 
     decoupled_weight_decay: bool | None
 
 
 class MuonOptions(AdamOptions, total=False):
-    """Of :class:`fused_optim.FusedMuon`, beside torch.optim.Muon's."""
+    """Options of :class:`fused_optim.FusedMuon`, beside torch.optim.Muon's."""
 
     ns_dtype: torch.dtype | str
     experts: bool
@@ -65,14 +65,14 @@ class MuonOptions(AdamOptions, total=False):
 
 
 class AdEMAMixOptions(LionOptions, total=False):
-    """Of :class:`fused_optim.FusedAdEMAMix`."""
+    """Options of :class:`fused_optim.FusedAdEMAMix`."""
 
     exp_avg_slow_dtype: torch.dtype | str | None
     exp_avg_sq_dtype: torch.dtype | str | None
 
 
 class OptionsBesideTransformerEngine(OptionsOfAll, total=False):
-    """Of drop-in classes, and not of TransformerEngine's FusedAdam."""
+    """Options of drop-in classes, and not of TransformerEngine's FusedAdam."""
 
     maximize: bool
     decoupled_weight_decay: bool | None
@@ -81,7 +81,7 @@ class OptionsBesideTransformerEngine(OptionsOfAll, total=False):
 
 
 class OptionsBesideApex(OptionsBesideTransformerEngine, total=False):
-    """Of drop-in classes, and not of Apex's FusedAdam."""
+    """Options of drop-in classes, and not of Apex's FusedAdam."""
 
     master_weight_dtype: torch.dtype | str
     store_param_remainders: bool | None

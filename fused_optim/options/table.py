@@ -424,7 +424,7 @@ class Settings(OfOptimizers, OfDropIns):
 
     @property
     def keeps_remainders(self) -> bool:
-        """Whether BF16 parameters have remainders in place of masters."""
+        """True if BF16 parameters have remainders in place of masters."""
         if self.store_param_remainders is None:
             return self.master_weights and self.master_weight_dtype == torch.float32
         return self.master_weights and self.store_param_remainders
@@ -477,7 +477,7 @@ def spelled_alike(dtypes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def asks_for_another(key: str, asked: Any, own: Any) -> bool:
-    """Whether a param group asks for another value of an option of the whole optimizer, in vain."""
+    """True if a param group asks for another value of an option of the whole optimizer, in vain."""
     if key in IMPLEMENTATIONS or asked is None:
         return False
     if isinstance(own, bool):

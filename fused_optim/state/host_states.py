@@ -16,7 +16,7 @@ OFFLOADED_FROM = ("cuda",)  # kinds of devices
 
 
 def may_be_offloaded(param: Tensor) -> bool:
-    """Whether states of a parameter may live in host memory while it does not."""
+    """True if states of a parameter may live in host memory while it does not."""
     return local_tensor(param).device.type in OFFLOADED_FROM and has_values(param)
 
 
@@ -30,11 +30,11 @@ class Offloading:
 
     @property
     def is_on(self) -> bool:
-        """Whether states are to be offloaded where they can be."""
+        """True if states are to be offloaded where they can be."""
         return self._owner.settings.offload_states and self._owner.settings.offload_fraction > 0.0
 
     def takes(self, param: Tensor, params: Callable[[], list[Tensor]], is_frozen: Callable[[Tensor], bool]) -> bool:
-        """Whether new states of a parameter go into host memory; ``params``: all of the optimizer's."""
+        """True if new states of a parameter go into host memory; ``params``: all of the optimizer's."""
         fraction = self._owner.settings.offload_fraction
         if not self.is_on or not may_be_offloaded(param):
             return False

@@ -24,7 +24,7 @@ from fused_optim.state.values import Joined, Stored, Values, materialize, pieces
 
 
 def master_kind(param: Tensor, master_weights: bool, remainder_bits: int | None, dtype: torch.dtype) -> Master:
-    """Which master a parameter gets; ``remainder_bits`` None means a separate tensor of ``dtype``."""
+    """The kind of master that a parameter gets; ``remainder_bits`` None means a separate tensor of ``dtype``."""
     adapter = adapter_of(param)
     quantized = adapter is not None
     if adapter is not None and not master_weights and (reason := adapter.needs_master(param)):

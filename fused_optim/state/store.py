@@ -113,7 +113,7 @@ class StateStore:
 
     @property
     def is_keyed_by_names(self) -> bool:
-        """Whether rounding goes by parameters' names."""
+        """True if rounding goes by parameters' names."""
         return self.rounds_by_names and any(self.names)
 
     def rounding_numbers(self) -> list[int]:
@@ -153,7 +153,7 @@ class StateStore:
         return not any(map(self._has_any, self.params))
 
     def has_own_states(self, param: Tensor) -> bool:
-        """Whether a parameter has states of the rule's, or others have put some there."""
+        """True if a parameter has states of the rule's, or others have put some there."""
         return not self._owner.state.get(param, {}).keys().isdisjoint(self.state_names[:-1])
 
     @property
@@ -173,7 +173,7 @@ class StateStore:
         return self.gradient(param) is not None
 
     def is_frozen(self, param: Tensor) -> bool:
-        """Whether a parameter needs no states. Not a plain tensor: Megatron-LM's slices never require gradients."""
+        """True if a parameter needs no states. Not a plain tensor: Megatron-LM's slices never require gradients."""
         frozen = isinstance(param, torch.nn.Parameter) and not param.requires_grad
         return frozen and not self.has_gradient(param)
 
@@ -211,7 +211,7 @@ class StateStore:
                     self._create(candidate, group, remainders)
 
     def wants_initial_values(self) -> bool:
-        """Whether masters are still to start from values of quantized parameters that no file holds."""
+        """True if masters are still to start from values of quantized parameters that no file holds."""
         adapters = ((param, adapter_of(param)) for param in self.params if param not in self)
         return any(adapter.has_initial(param) for param, adapter in adapters if adapter and not self.is_frozen(param))
 
@@ -259,7 +259,7 @@ class StateStore:
             take_foreign(self._own(param), names, self.describe(param))
 
     def _is_given(self, param: Tensor) -> bool:
-        """Whether others have made its states. What users keep there beside, such as masks, is none."""
+        """True if others have made its states. What users keep there beside, such as masks, is none."""
         return param not in self.layouts and self._has_any(param)
 
     def _has_any(self, param: Tensor) -> bool:
@@ -405,7 +405,7 @@ class StateStore:
             self.drop_pending(param)
 
     def _hides_remainders(self, states: ParamState) -> bool:
-        """Whether a master is spoken of as FP32 values, though remainders are kept: nobody asked for these by name."""
+        """True if a master is spoken of as FP32 values, though remainders are kept: nobody asked for these by name."""
         return states.layout.master.is_remainder and self.settings.store_param_remainders is None
 
     def _with_state(self, param: Tensor, name: str) -> ParamState:
@@ -496,5 +496,5 @@ def _placement(param: Tensor) -> tuple[object, object] | None:
 
 
 def _holds_values(states: ParamState, name: str) -> bool:
-    """Whether a state stands for FP32 values in some format: all but FP32 masters and remainders."""
+    """True if a state stands for FP32 values in some format: all but FP32 masters and remainders."""
     return name != MASTER or states.layout.format(name).scaled

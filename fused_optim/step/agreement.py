@@ -48,7 +48,7 @@ _ELSEWHERE = "gradients: another rank refused its own, or has found that ranks h
 
 
 def is_misplaced(param: Tensor, grad: Tensor | None) -> bool:
-    """Whether a gradient is placed otherwise than its parameter."""
+    """True if a gradient is placed otherwise than its parameter."""
     if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
         return False
     return grad._spec is not param._spec and grad.placements != param.placements
@@ -63,7 +63,7 @@ class Misplaced(NamedTuple):
 
 @dataclass
 class CollectivesOfRank:
-    """What this rank is going to send: its misplaced gradients, by mesh.
+    """The collectives that this rank will start: its misplaced gradients, by mesh.
 
     ``gradients``: of the parameters that are whole matrices, whether they have one; None: no elements of it either.
     ``with_empty``: the meshes with such a parameter that this rank has no elements of. ``facts``: what else decides
@@ -83,7 +83,7 @@ class CollectivesOfRank:
         names: Sequence[str | None] | None = None,
         facts: Mapping[DeviceMesh, CollectiveSignature] | None = None,
     ) -> CollectivesOfRank:
-        """Of some parameters' gradients, where no matrices are put together."""
+        """The collectives of some parameters' gradients, without whole matrices."""
         own = cls(facts=facts or {})
         for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
             if grad is not None:
@@ -92,7 +92,7 @@ class CollectivesOfRank:
 
     @classmethod
     def of_all(cls, store: StateStore, every: bool = False) -> CollectivesOfRank:
-        """Of all of an optimizer's gradients. ``every``: see :func:`fused_optim.step.signature.signature_of`."""
+        """The collectives of all gradients. ``every``: see :func:`fused_optim.step.signature.signature_of`."""
         own = cls.of(store.params, store.gradients(), store.names, signature_of(store, every=every))
         own.add_matrices(store)
         return own
@@ -116,7 +116,7 @@ class CollectivesOfRank:
 
 
 class Agreement:
-    """What the ranks have told each other of the gradients of one optimizer, whose parameters ``params`` gives.
+    """The state of agreement on one optimizer's gradients: what its ranks have told each other. ``params`` lists them.
 
     ``is_first``: they have told each other nothing so far, and all of them do so now.
     """
@@ -187,7 +187,7 @@ class Agreement:
         return mesh not in self._facts or own.facts[mesh].always != self._facts[mesh].always
 
     def _ask(self, mesh: DeviceMesh, own: CollectivesOfRank, limit: timedelta | None, has_failed: bool) -> str | None:
-        """What is wrong."""
+        """The difference between ranks as a text; None if there is none."""
         misplaced = own.misplaced.get(mesh, [])
         texts = [each.text for each in misplaced]
         digest = digest_of([each.key for each in misplaced])
@@ -246,7 +246,7 @@ def _different(texts: Sequence[str]) -> str:
 
 
 def _otherwise_planned(mesh: DeviceMesh, facts: CollectiveSignature | None, is_first: bool) -> str:
-    """What is different: a collective over the mesh, whose ranks have found out that something is."""
+    """The differing options or parameters as a text. A collective over a mesh whose ranks found a difference."""
     entries: Sequence[Entry] = () if facts is None else facts.entries
     (count,) = largest_on(mesh, [len(entries)])
     digests = [digest_of(entry.texts(is_first)) for entry in entries] + [0] * (count - len(entries))

@@ -36,7 +36,7 @@ def amp_scalars(optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> tu
 
 
 def mark_stepped(optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
-    """What ``scaler.step(optimizer)`` notes after a step."""
+    """Note in the scaler that the optimizer has stepped, as ``scaler.step(optimizer)`` does."""
     if scaler is not None and scaler.is_enabled():
         scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
 

@@ -136,7 +136,7 @@ class ReleasedStep:
         return Phase.PARTLY_STEPPED if self._running is None else Phase.IN_BACKWARD
 
     def _has_failed(self) -> bool:
-        """Whether the backward pass has ended without its callback, which is to say that it failed.
+        """True if the backward pass has ended without its callback, which is to say that it failed.
 
         On GPUs it has a thread of autograd's, which may let go of it only a moment after ``backward()`` has raised: who
         asks from outside of a pass waits for that.

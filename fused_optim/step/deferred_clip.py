@@ -17,7 +17,7 @@ from fused_optim.step.skip import Skips
 
 
 class DeferredClip:
-    """Of one optimizer. A step uses it once; gradients that are dropped take it with them.
+    """The clipping of one optimizer's next step. The step uses it once; gradients that are dropped take it with them.
 
     A CUDA graph reads the optimizer's own scalar, into which every call of :meth:`measure` writes.
     """
@@ -66,7 +66,7 @@ class DeferredClip:
             )
 
     def factor(self, device: torch.device) -> Tensor | None:
-        """What gradients on a device are multiplied by: a float32 scalar, which may be on another one."""
+        """The factor of gradients on a device: a float32 scalar, which may be on another one."""
         if is_capturable_on(device, self._store.settings):
             return self._scalars.factor(device)
         return None if self.due is None else self.due.factors.get(device)

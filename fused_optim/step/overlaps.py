@@ -17,7 +17,7 @@ from fused_optim.sharding.dtensor import has_values, local_tensor
 
 
 class Extent(NamedTuple):
-    """Where a shard's elements lie: addresses, the last one excluded."""
+    """The addresses of a shard's elements: the first, and the one after the last."""
 
     memory: int
     first: int
@@ -37,14 +37,14 @@ class Extent(NamedTuple):
 
 
 class Sharing:
-    """Which parameters have elements in common. ``params``: by position in the param groups."""
+    """The parameters that have elements in common. ``params``: by position in the param groups."""
 
     def __init__(self, params: Mapping[int, Tensor]) -> None:
         self._extents = {i: Extent.of(param) for i, param in params.items()}
         self.pairs = self._pairs(params)  # each in ascending order
 
     def is_changed(self, moved: Mapping[int, Tensor], params: Sequence[Tensor]) -> bool:
-        """Whether others have, since some may lie elsewhere."""
+        """True if others have, since some may lie elsewhere."""
         found = {i: Extent.of(param) for i, param in moved.items()}
         if all(self._extents[i] == extent for i, extent in found.items()):
             return False

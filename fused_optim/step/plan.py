@@ -80,7 +80,7 @@ def check_capturable(backends: dict[torch.device, str]) -> None:
 
 
 class PlanKey:
-    """What plans are made of: param groups, dicts of states, options of groups, seed and backend. Keeps none of them.
+    """The inputs of plans: param groups, dicts of states, options of groups, seed and backend. Keeps none of them.
 
     ``release``: see :func:`fused_optim.step.signature.signature_of`.
     """
@@ -222,7 +222,7 @@ class Plan:
         return not self._has_lost and not (self._stateless and self._needs_states(attribute))
 
     def _needs_states(self, attribute: str) -> bool:
-        """Whether a parameter without states is trained by now, or has a gradient, ``param.<attribute>``.
+        """True if a parameter without states is trained by now, or has a gradient, ``param.<attribute>``.
 
         Not only the latter: a rank that has no elements of it gets none, and must plan what the others do.
         """

@@ -160,7 +160,7 @@ class Stepper:
                 raise RuntimeError(f"CUDA graph capture: {describe(param, index, name)} has no states yet; {hint}")
 
     def _is_synthetic(self, groups: Sequence[Group]) -> bool:
-        """Whether this first step is to create states only.
+        """True if this first step is to create states only.
 
         What only all ranks together know is asked before the first step, by all of them whatever they did before: where
         uneven shards lie and, if every learning rate is 0, whether there is a gradient. Where a rank refuses its

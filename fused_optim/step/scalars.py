@@ -28,7 +28,7 @@ def host_lr(group: Group) -> float | None:
 
 
 def is_capturable_on(device: torch.device, settings: Settings) -> bool:
-    """Whether CUDA graphs may hold steps there, which then read all scalars from the device."""
+    """True if CUDA graphs may hold steps there, which then read all scalars from the device."""
     return settings.capturable and device.type == "cuda"
 
 
@@ -139,7 +139,7 @@ class DeviceScalars:
         return self._devices[device].lr[number]
 
     def workspaces(self, devices: Iterable[torch.device], groups: Groups) -> dict[torch.device, Tensor]:
-        """Where the CUDA engine derives what a step needs from hyperparameters that lie on the device."""
+        """GPU memory in which the CUDA engine derives scalars from hyperparameters on the device."""
         for device in devices:
             size = _WORKSPACE_BYTES * len(groups)
             if device.type == "cuda" and (device not in self._workspaces or self._workspaces[device].nbytes < size):

@@ -17,7 +17,7 @@ from fused_optim.step import clip
 
 
 class Skips:
-    """Which steps of an optimizer are skipped, and how many were."""
+    """The decisions which steps of an optimizer are skipped, and their number."""
 
     def __init__(self, count: int = 0) -> None:
         self._counts: dict[torch.device, Tensor] = {}  # int64 scalars, in the memory that captured graphs write to

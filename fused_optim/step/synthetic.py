@@ -21,7 +21,7 @@ _MEGATRON_FSDP = "_megatron_fsdp_model"  # the attribute by which its parameters
 
 
 def may_be_synthetic(groups: Sequence[Group]) -> bool:
-    """Whether no step was counted and every learning rate is exactly 0 or parameters are Megatron-FSDP's.
+    """True if no step was counted and every learning rate is exactly 0 or parameters are Megatron-FSDP's.
 
     All ranks answer alike, but for one whose groups cannot be read. It has no error here: it is to tell the others.
     """
@@ -36,5 +36,5 @@ def may_be_synthetic(groups: Sequence[Group]) -> bool:
 
 
 def any_nonzero(grads: Iterable[Tensor]) -> bool:
-    """Whether some element of the local gradients is not zero. Waits for the device."""
+    """True if some element of the local gradients is not zero. Waits for the device."""
     return any(bool(torch.count_nonzero(local_tensor(grad))) for grad in grads if has_values(grad))

@@ -42,7 +42,7 @@ class Weight:
 
 
 class WeightUpdates:
-    """Of a plan's quantized parameters, by their positions in the param groups."""
+    """The updates of a plan's quantized parameters, by their positions in the param groups."""
 
     def __init__(self, weights: dict[int, Weight], seed: int) -> None:
         self._weights, self._seed = weights, seed
@@ -73,7 +73,7 @@ class WeightUpdates:
     def batches(
         self, attribute: str, updated: Sequence[Tensor], hypers: Mapping[torch.device, list[Hyper]]
     ) -> list[Batch]:
-        """Of a step over ``updated`` parameters, quantized or not, whose gradients are in ``attribute``."""
+        """The batches of a step over ``updated`` parameters, quantized or not, whose gradients are in ``attribute``."""
         if not self._weights:
             return []
         if self._batches is None or not self._batched.are(updated):
