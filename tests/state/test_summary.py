@@ -255,6 +255,7 @@ OF_THE_WHOLE: dict[str, tuple[Any, Any]] = {
     "stochastic_rounding": (1, False),
     "seed": ("0", 1),
     "use_decoupled_grad": ("False", True),
+    "decoupled_lr": (0, True),
     "skip_nonfinite": (0, True),
     "unscales_gradients": ("True", False),
     "offload_states": (False, True),

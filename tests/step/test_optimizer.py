@@ -89,6 +89,7 @@ def test_signature() -> None:
         "master_bits": None,
         "stochastic_rounding": True,
         "seed": 0,
+        "decoupled_lr": False,
         "skip_nonfinite": False,
         "offload_states": False,
         "offload_fraction": 1.0,
