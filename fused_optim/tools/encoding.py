@@ -62,7 +62,7 @@ class Encoded:
         return place[0] in self._states and created.layout.dtypes().get(place[0]) == torch.float32
 
     def parameter(self) -> Tensor:
-        """The BF16 parameter that the remainders complete."""
+        """The BF16 parameter: the high bits of the FP32 master, whose low bits are the remainders."""
         created = self._created("cpu")
         created.write_master(self._states[MASTER].values())
         return created.param

@@ -199,7 +199,7 @@ class Encodings:
 
 
 class _AlikeEncodings:
-    """New values of weights with one recipe on one device."""
+    """A batch of weights' new values that are quantized together: all of one recipe, on one device."""
 
     def __init__(self, device: torch.device, recipe: Recipe, weights: list[Encoding]) -> None:
         weights = [x._replace(components=recipe.matrices(x.components)) for x in weights]
