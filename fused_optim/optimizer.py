@@ -79,10 +79,10 @@ class ShardedOptimizer(Publisher, OfOptimizers):
         self._check_form(self.settings.checkpoint_format)
         self.store = StateStore(self)
         self.stepper = Stepper(self.store, 0, self._synthetic_of_plain)
-        usual_ones = {"state_dtype": None, "maximize": False, **dict.fromkeys(self.store.format_options)}
-        given = given | {key: value for key, value in usual_ones.items() if key not in given}
+        given.setdefault("state_dtype", None)
+        given.setdefault("maximize", False)
         usual = torch.float32 if given["state_dtype"] is None else given["state_dtype"]
-        dtypes = {key: usual if given[key] is None else given[key] for key in self.store.format_options}
+        dtypes = {key: usual if given.get(key) is None else given[key] for key in self.store.format_options}
         if is_drop_in := isinstance(self, OfDropIns):
             dtypes["master_weight_dtype"] = given.get("master_weight_dtype", torch.float32)
         whole = self.settings.arguments(is_drop_in)
@@ -153,8 +153,8 @@ class ShardedOptimizer(Publisher, OfOptimizers):
         first = sum(len(g["params"]) for g in self.param_groups[:-1])
         try:
             if self.settings.decoupled_lr:
-                check_decoupled_lr(group, rule)
                 group.setdefault(INITIAL_LR, float(group["lr"]))  # before a warmup changes it
+                check_decoupled_lr(group, rule)
             check_params(group, first, rule)
             if tuple(rule.hyperparameters(group)) != rule.spec.hyperparameters:  # engines take them by order
                 expected = ", ".join(rule.spec.hyperparameters)
@@ -217,6 +217,8 @@ class ShardedOptimizer(Publisher, OfOptimizers):
         self.stepper.check_option(option, value)
         if option is OfOptimizers.checkpoint_format:
             self._check_form(value)
+        if option is OfOptimizers.decoupled_lr and value and not self.decoupled_lr:
+            raise ValueError("decoupled_lr=True: param groups know no first learning rate; say it to the constructor")
 
     def _check_formats(self, group: Mapping[str, Any]) -> None:
         check_native_formats(group, self.store.format_options)

@@ -11,7 +11,7 @@ template <>
 struct Update<Rule::kAdam> {
     using S = Scalars<Rule::kAdam>;
     struct Own {
-        float beta1, one_minus_beta1, beta2, one_minus_beta2;
+        Averaging rates;
         float inverse_sqrt_correction2;  // roots are multiplied by it
         float eps;
     };
@@ -20,18 +20,16 @@ struct Update<Rule::kAdam> {
         const bool corrects = h.bias_correction != 0.0;
         double correction1 = corrects ? 1.0 - integer_power(h.beta1, step) : 1.0;
         double correction2 = corrects ? 1.0 - integer_power(h.beta2, step) : 1.0;
-        own.beta1 = static_cast<float>(h.beta1);
-        own.one_minus_beta1 = static_cast<float>(1.0 - h.beta1);
-        own.beta2 = static_cast<float>(h.beta2);
-        own.one_minus_beta2 = static_cast<float>(1.0 - h.beta2);
+        own.rates.set(h.beta1, h.beta2);
         own.inverse_sqrt_correction2 = static_cast<float>(1.0 / sqrt(correction2));
         own.eps = static_cast<float>(h.eps);
         return lr / correction1;
     }
 
     FUSED_OPTIM_HD static float advance(float grad, float (&states)[2], const S& s) {
-        states[0] = fma(s.own.beta1, states[0], s.own.one_minus_beta1 * grad);
-        states[1] = fma_ftz(s.own.one_minus_beta2 * grad, grad, mul_ftz(s.own.beta2, states[1]));
+        const Averaging& r = s.own.rates;
+        states[0] = fma(r.beta1, states[0], r.one_minus_beta1 * grad);
+        states[1] = fma_ftz(r.one_minus_beta2 * grad, grad, mul_ftz(r.beta2, states[1]));
         return states[0];
     }
 

@@ -11,7 +11,8 @@ template <>
 struct Update<Rule::kAdemamix> {
     using S = Scalars<Rule::kAdemamix>;
     struct Own {
-        float beta1, one_minus_beta1, beta2, one_minus_beta2, beta3, one_minus_beta3;
+        Averaging rates;
+        float beta3, one_minus_beta3;
         float inverse_correction1;       // the fast moment is multiplied by it
         float alpha;                     // the slow moment is multiplied by it
         float inverse_sqrt_correction2;  // roots are multiplied by it
@@ -26,10 +27,7 @@ struct Update<Rule::kAdemamix> {
             const double mixed = (1.0 - share) * h.log_beta3 + share * h.log_beta1;
             one_minus_beta3 = -exponential_minus_one(h.log_beta1 * h.log_beta3 / mixed);
         }
-        own.beta1 = static_cast<float>(h.beta1);
-        own.one_minus_beta1 = static_cast<float>(1.0 - h.beta1);
-        own.beta2 = static_cast<float>(h.beta2);
-        own.one_minus_beta2 = static_cast<float>(1.0 - h.beta2);
+        own.rates.set(h.beta1, h.beta2);
         own.beta3 = static_cast<float>(1.0 - one_minus_beta3);
         own.one_minus_beta3 = static_cast<float>(one_minus_beta3);
         own.inverse_correction1 = static_cast<float>(1.0 / (1.0 - integer_power(h.beta1, step)));
@@ -40,9 +38,10 @@ struct Update<Rule::kAdemamix> {
     }
 
     FUSED_OPTIM_HD static float advance(float grad, float (&states)[3], const S& s) {
-        states[0] = fma(s.own.beta1, states[0], s.own.one_minus_beta1 * grad);
+        const Averaging& r = s.own.rates;
+        states[0] = fma(r.beta1, states[0], r.one_minus_beta1 * grad);
         states[1] = fma(s.own.beta3, states[1], s.own.one_minus_beta3 * grad);
-        states[2] = fma_ftz(s.own.one_minus_beta2 * grad, grad, mul_ftz(s.own.beta2, states[2]));
+        states[2] = fma_ftz(r.one_minus_beta2 * grad, grad, mul_ftz(r.beta2, states[2]));
         return fma(s.own.alpha, states[1], states[0] * s.own.inverse_correction1);
     }
 

@@ -138,11 +138,11 @@ def check_decay_rates(betas: Any, count: int = 2) -> None:
 
 
 def check_decoupled_lr(group: Mapping[str, Any], rule: Rule) -> None:
-    """Raise ValueError where ``decoupled_lr`` means nothing."""
+    """Raise ValueError if ``decoupled_lr`` means nothing in a param group, or divided by a learning rate of 0."""
     if not rule.decoupled:
         raise ValueError("decoupled_lr=True is for decoupled weight decay: write decoupled_weight_decay=True, too")
-    if not float(group.get(INITIAL_LR, group["lr"])) > 0.0:
-        raise ValueError(f"decoupled_lr=True needs a first learning rate above 0, got {float(group['lr'])}")
+    if not group[INITIAL_LR] > 0.0:
+        raise ValueError(f"decoupled_lr=True needs a first learning rate above 0, got {INITIAL_LR}={group[INITIAL_LR]}")
 
 
 def check_saved_group(group: dict[str, Any], saved: Mapping[str, Any], rules: Rules) -> None:

@@ -17,7 +17,7 @@ from fused_optim.backends.compiled import load_kernels
 from fused_optim.decorators import callers_level
 from fused_optim.memory import copies, replaced
 from fused_optim.memory.layout import INITIAL_LR, STEP
-from fused_optim.options.checks import check_hyperparameters, check_update, describe
+from fused_optim.options.checks import check_decoupled_lr, check_hyperparameters, check_update, describe
 from fused_optim.options.table import OF_SETTINGS, Option, read_group, whole_number_of
 from fused_optim.rules import Hyper
 from fused_optim.sharding.collective import announce_failure, any_rank, each_on_any_rank
@@ -230,6 +230,8 @@ class Stepper:
             try:
                 read = read_group(group, defaults)
                 check_hyperparameters({**group, **read} if read else group, rule, running=True)
+                if self._store.settings.decoupled_lr:
+                    check_decoupled_lr(group, rule.for_group(group))
                 if type(group[STEP]) is not int:
                     whole_number_of(STEP, group[STEP])
                 group.update(read)
@@ -472,7 +474,7 @@ class Stepper:
                 lr=lr,
                 values=rule.hyperparameters(group),
                 decoupled=rule.decoupled,
-                weight_decay=float(group["weight_decay"]) / (_initial_lr(group) if settings.decoupled_lr else 1.0),
+                weight_decay=float(group["weight_decay"]) / (group[INITIAL_LR] if settings.decoupled_lr else 1.0),
                 step=int(group["step"]) + 1,
                 maximize=group["maximize"],
                 stochastic_rounding=settings.stochastic_rounding,
@@ -484,10 +486,3 @@ class Stepper:
             )
             hypers.append(hyper)
         return hypers
-
-
-def _initial_lr(group: Group) -> float:
-    """The group's first learning rate; the present one where the option was set later."""
-    if INITIAL_LR not in group:
-        group[INITIAL_LR] = float(group["lr"])
-    return float(group[INITIAL_LR])

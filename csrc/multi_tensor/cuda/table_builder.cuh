@@ -53,7 +53,7 @@ public:
         table_.grad[i] = s.grad;
         table_.param[i] = s.param;
         table_.master[i] = s.master;
-        for (int k = 0; k < kUsed; ++k) table_.states[k][i] = s.states[k].address;
+        for (int k = 0; k < Table::kColumns; ++k) table_.states[k][i] = s.states[k].address;
         table_.scales[i] = s.scales;
         table_.numel[i] = s.numel;
         table_.offset[i] = s.offset;
@@ -65,7 +65,7 @@ public:
         ShardInfo<Table::kColumns> info{};
         info.master_low = static_cast<uint32_t>(s.master_kind) & 3u;
         info.master_high = static_cast<uint32_t>(s.master_kind) >> 2;
-        for (int k = 0; k < kUsed; ++k) info.set_state_format(k, s.states[k].format);
+        for (int k = 0; k < Table::kColumns; ++k) info.set_state_format(k, s.states[k].format);
         info.grad_type = static_cast<uint32_t>(s.grad_type);
         info.param_type = static_cast<uint32_t>(s.param_type);
         info.block_log2 = s.block_log2;
@@ -125,8 +125,6 @@ private:
         table_.geometries[table_.geometry_count] = s.geometry;
         return static_cast<int>(table_.geometry_count++);
     }
-
-    static constexpr int kUsed = state_count(Table::rule);
 
     Kernel& kernel_;
     Table table_;
