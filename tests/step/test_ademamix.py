@@ -3,62 +3,26 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
 
-import distributed
 from cases import FORMATS, MASTERS, Format, Master, values
-from distributed import join_all, part, same_bits
+from distributed import same_bits
 from fused_optim import FusedAdamW
+from fused_optim.formats.masters import Master as Kept
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 from fused_optim.rules import exponential_minus_one
 from peers import FusedAdEMAMix
+from rule_runs import assert_goes_on_on_other_ranks, assert_same_on_ranks, backend, contents, params, steps
 
 F32, BF16 = torch.float32, torch.bfloat16
-SHAPES = [(6, 128), (10,), (3, 5), (33, 256)]
 STATES = ("exp_avg", "exp_avg_slow", "exp_avg_sq")
 WARMS = {"betas": (0.9, 0.99, 0.999), "alpha": 8.0, "t_alpha": 20, "t_beta3": 30}
-
-
-@contextmanager
-def backend(name: str) -> Iterator[None]:
-    with mock.patch.dict(os.environ, {"FUSED_OPTIM_BACKEND": name}):
-        yield
-
-
-def params(dtype: torch.dtype, device: str = "cpu") -> list[nn.Parameter]:
-    return [nn.Parameter(values(shape, dtype, device, seed=i)) for i, shape in enumerate(SHAPES)]
-
-
-def set_gradients(optimizer: FusedAdEMAMix, number: int) -> None:
-    for i, param in enumerate(optimizer.store.params):
-        param.grad = values(tuple(param.shape), param.dtype, param.device.type, seed=100 * number + i)
-
-
-def steps(optimizer: FusedAdEMAMix, count: int, first: int = 0) -> None:
-    for number in range(first, first + count):
-        set_gradients(optimizer, number)
-        optimizer.step()
-
-
-def contents(optimizer: FusedAdEMAMix) -> list[Tensor]:
-    found = []
-    for param in optimizer.store.params:
-        found += [param.detach(), *optimizer.state[param].values(), optimizer.store.layouts[param].scales]
-    return found
 
 
 class Paper:
@@ -101,10 +65,9 @@ def test_the_papers_update(options: dict[str, Any], name: str) -> None:
         group = optimizer.param_groups[0]
         papers = [Paper(param, dict(group)) for param in optimizer.store.params]
         for number in range(50):
-            set_gradients(optimizer, number)
+            steps(optimizer, range(number, number + 1))
             for param, paper in zip(optimizer.store.params, papers):
                 paper.step(-param.grad if group["maximize"] else param.grad)
-            optimizer.step()
     for param, paper in zip(optimizer.store.params, papers):
         np.testing.assert_allclose(param.detach().numpy(), paper.param, rtol=50 * 2.0**-22, atol=5e-6)
         for state, expected in zip(STATES, (paper.fast, paper.slow, paper.square)):
@@ -126,15 +89,41 @@ def test_the_engine_is_the_reference(fmt: Format, master: Master, options: dict[
             optimizer = FusedAdEMAMix(
                 params(master.param_dtype), lr=1e-2, state_dtype=fmt.dtype, **master.options, **options
             )
-            steps(optimizer, 5)
+            steps(optimizer, range(5))
             found.append(contents(optimizer))
     assert all(map(same_bits, *found))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("master", MASTERS, ids=str)
+def test_the_cuda_engine_is_the_reference(fmt: Format, master: Master) -> None:
+    """States bit for bit; parameters within what division on GPUs may be off."""
+    found = []
+    for name in ("torch", "cuda"):
+        with backend(name):
+            optimizer = FusedAdEMAMix(
+                params(master.param_dtype, "cuda"), lr=1e-2, state_dtype=fmt.dtype, **master.options, **WARMS
+            )
+            steps(optimizer, range(5))
+            found.append(optimizer)
+    reference, compiled = found
+    for ours, theirs in zip(compiled.store.params, reference.store.params, strict=True):
+        for state in STATES:
+            assert same_bits(compiled.state[ours][state], reference.state[theirs][state]), state
+        kind = compiled.store.layouts[ours].master
+        exact = ours.dtype == F32 or kind in (Kept.FLOAT32, Kept.REMAINDER16)
+        bound = 1e-6 if exact else 2.0**-7
+        torch.testing.assert_close(
+            compiled.store[ours].read_master(), reference.store[theirs].read_master(), rtol=bound, atol=1e-6
+        )
 
 
 def test_each_state_has_a_format_of_its_own() -> None:
     formats = {"exp_avg_dtype": BF16, "exp_avg_slow_dtype": torch.int8, "exp_avg_sq_dtype": torch.float8_e4m3fn}
     optimizer = FusedAdEMAMix(params(BF16), **formats)
-    steps(optimizer, 2)
+    steps(optimizer, range(2))
     wide = optimizer.store.params[0]
     dtypes = {name: state.dtype for name, state in optimizer.state[wide].items()}
     assert dtypes == {
@@ -177,71 +166,16 @@ def test_quantized_weights(name: str) -> None:
 # --- sharded ----------------------------------------------------------------------------------------------------------
 
 
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Parameter(values((7, 256), BF16, "cpu", seed=1))
-        self.narrow = nn.Parameter(values((5, 50), BF16, "cpu", seed=2))
-        self.bias = nn.Parameter(values((10,), BF16, "cpu", seed=3))
-
-
-def build(fmt: torch.dtype) -> tuple[nn.Module, FusedAdEMAMix]:
-    model = Layers()
-    if dist.is_initialized():
-        fully_shard(model, mesh=distributed.mesh())
-    return model, FusedAdEMAMix(model.named_parameters(), lr=1e-2, weight_decay=0.1, state_dtype=fmt, **WARMS)
-
-
-def train(model: nn.Module, optimizer: FusedAdEMAMix, numbers: range) -> None:
-    for number in numbers:
-        for i, param in enumerate(model.parameters()):
-            full = values(tuple(param.shape), BF16, "cpu", seed=50 * number + i)
-            param.grad = distributed.shard_like(full, param) if dist.is_initialized() else full
-        optimizer.step()
-
-
-def gathered(model: nn.Module, optimizer: FusedAdEMAMix) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, param in model.named_parameters():
-        found[name] = part(param.detach())
-        found |= {f"{name}: {key}": part(value) for key, value in optimizer.state[param].items()}
-    return found
-
-
-def train_and_save(folder: Path, form: str) -> dict[str, Any]:
-    model, optimizer = build(torch.int8)
-    optimizer.checkpoint_format = form
-    train(model, optimizer, range(3))
-    weights, states = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
-    return gathered(model, optimizer)
-
-
-def load_and_go_on(folder: Path, form: str) -> dict[str, Any]:
-    model, optimizer = build(torch.int8)
-    for param in model.parameters():
-        nn.init.zeros_(param)
-    optimizer.checkpoint_format = form
-    weights, states = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
-    assert optimizer.param_groups[0]["step"] == 3
-    train(model, optimizer, range(3, 5))
-    return gathered(model, optimizer)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("fmt", [torch.int8, torch.float8_e4m3fn, F32], ids=str)
+def test_bits_do_not_depend_on_the_sharding(ranks: int, fmt: torch.dtype) -> None:
+    assert_same_on_ranks(FusedAdEMAMix, {"state_dtype": fmt, **WARMS}, ranks)
 
 
 @pytest.mark.parametrize(("form", "saving", "loading"), [("unscaled", 2, 3), ("native", 3, 1), ("native", 1, 2)])
 def test_checkpoints_go_on_on_other_ranks(form: str, saving: int, loading: int, tmp_path: Path) -> None:
-    """Neither the sharding nor the checkpoint changes a bit."""
-    saved = join_all(distributed.run(saving, train_and_save, tmp_path, form))
-    model, optimizer = build(torch.int8)
-    train(model, optimizer, range(3))
-    whole = join_all([gathered(model, optimizer)])
-    assert saved.keys() == whole.keys() and all(same_bits(saved[key], whole[key]) for key in whole)
-    train(model, optimizer, range(3, 5))
-    whole = join_all([gathered(model, optimizer)])
-    found = join_all(distributed.run(loading, load_and_go_on, tmp_path, form))
-    assert all(same_bits(found[key], whole[key]) for key in whole)
+    options = {"state_dtype": torch.int8, **WARMS}
+    assert_goes_on_on_other_ranks(FusedAdEMAMix, options, tmp_path, form, saving, loading)
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------

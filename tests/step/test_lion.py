@@ -4,59 +4,34 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
-import distributed
 from cases import FORMATS, MASTERS, Format, Master, values
-from distributed import join_all, part, same_bits
+from distributed import same_bits
 from fused_optim.formats.states import STATE_FORMATS
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 from peers import FusedLion
+from rule_runs import (
+    SHAPES,
+    assert_goes_on_on_other_ranks,
+    assert_same_on_ranks,
+    backend,
+    contents,
+    gradient,
+    params,
+    steps,
+)
 
 F32, BF16 = torch.float32, torch.bfloat16
-SHAPES = [(6, 128), (10,), (3, 5), (5, 256)]
 ALL_FORMATS = pytest.mark.parametrize("fmt", FORMATS, ids=str)
 ALL_MASTERS = pytest.mark.parametrize("master", MASTERS, ids=str)
-
-
-@contextmanager
-def backend(name: str) -> Iterator[None]:
-    with mock.patch.dict(os.environ, {"FUSED_OPTIM_BACKEND": name}):
-        yield
-
-
-def params(dtype: torch.dtype, device: str = "cpu") -> list[nn.Parameter]:
-    return [nn.Parameter(values(shape, dtype, device, seed=i)) for i, shape in enumerate(SHAPES)]
-
-
-def gradient(param: Tensor, number: int, index: int) -> Tensor:
-    return values(tuple(param.shape), param.dtype, param.device.type, seed=100 * number + index)
-
-
-def steps(optimizer: FusedLion, numbers: range) -> None:
-    for number in numbers:
-        for i, param in enumerate(optimizer.param_groups[0]["params"]):
-            param.grad = gradient(param, number, i)
-        optimizer.step()
-
-
-def contents(optimizer: FusedLion) -> list[Tensor]:
-    found = []
-    for param in optimizer.param_groups[0]["params"]:
-        found += [param.detach(), *optimizer.state[param].values(), optimizer.store.layouts[param].scales]
-    return found
 
 
 # --- the update -------------------------------------------------------------------------------------------------------
@@ -209,51 +184,15 @@ def test_diagnostics_have_one_state() -> None:
 # --- sharded ----------------------------------------------------------------------------------------------------------
 
 
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Parameter(values((7, 256), BF16, "cpu", seed=1))
-        self.narrow = nn.Parameter(values((5, 50), BF16, "cpu", seed=2))
-        self.bias = nn.Parameter(values((10,), BF16, "cpu", seed=3))
-
-
-def train(model: nn.Module, optimizer: FusedLion, numbers: range) -> None:
-    for number in numbers:
-        for i, param in enumerate(model.parameters()):
-            full = values(tuple(param.shape), BF16, "cpu", seed=50 * number + i)
-            param.grad = distributed.shard_like(full, param) if dist.is_initialized() else full
-        optimizer.step()
-
-
-def build(fmt: torch.dtype) -> tuple[nn.Module, FusedLion]:
-    model = Layers()
-    if dist.is_initialized():
-        fully_shard(model, mesh=distributed.mesh())
-    return model, FusedLion(model.named_parameters(), lr=1e-2, weight_decay=0.1, state_dtype=fmt)
-
-
-def gathered(model: nn.Module, optimizer: FusedLion) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, param in model.named_parameters():
-        found[name] = part(param.detach())
-        found |= {f"{name}: {key}": part(value) for key, value in optimizer.state[param].items()}
-    return found
-
-
-def train_sharded(fmt: torch.dtype) -> dict[str, Any]:
-    model, optimizer = build(fmt)
-    train(model, optimizer, range(4))
-    return gathered(model, optimizer)
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("fmt", [torch.int8, torch.float8_e4m3fn, F32], ids=str)
 def test_bits_do_not_depend_on_the_sharding(ranks: int, fmt: torch.dtype) -> None:
-    model, optimizer = build(fmt)
-    train(model, optimizer, range(4))
-    expected = join_all([gathered(model, optimizer)])
-    found = join_all(distributed.run(ranks, train_sharded, fmt))
-    assert found.keys() == expected.keys() and all(same_bits(found[key], expected[key]) for key in expected)
+    assert_same_on_ranks(FusedLion, {"state_dtype": fmt}, ranks)
+
+
+@pytest.mark.parametrize(("form", "saving", "loading"), [("unscaled", 2, 3), ("native", 3, 1)])
+def test_checkpoints_go_on_on_other_ranks(form: str, saving: int, loading: int, tmp_path: Path) -> None:
+    assert_goes_on_on_other_ranks(FusedLion, {"state_dtype": torch.int8}, tmp_path, form, saving, loading)
 
 
 # --- quantized weights ------------------------------------------------------------------------------------------------
