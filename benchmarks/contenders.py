@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_optim import FusedAdamW
+from fused_optim import FusedAdamW, FusedAdEMAMix
 from fused_optim.compat import transformer_engine as compat
 from fused_optim.quantized import (
     Float8BlockScaling,
@@ -110,6 +110,19 @@ OURS += [
     quantized("FP8 weights current, int8 states", 1 + 4, Float8CurrentScaling()),  # reads the master again
     quantized("FP8 weights (128, 128), int8 states", 1 + 4, Float8BlockScaling()),
     quantized("NVFP4 weights, int8 states", 0.5625 + 4, NVFP4BlockScaling()),
+]
+
+
+def ademamix(name: str, moved: float, dtype: torch.dtype, moments: torch.dtype, **options: Any) -> Contender:
+    own = HYPER | {"betas": (*HYPER["betas"], 0.9999)} | states(moments) | {"exp_avg_slow_dtype": moments} | options
+    return Contender(f"FusedAdEMAMix {name}", dtype, moved, lambda params: FusedAdEMAMix(params, **own))
+
+
+OURS += [
+    ademamix("FP32", 36, FP32, FP32),
+    ademamix("16-bit remainder, BF16 states", 22, BF16, BF16, **SPLIT16),
+    ademamix("16-bit remainder, int8 states", 16 + 1.5 * SCALES, BF16, INT8, **SPLIT16),
+    ademamix("8-bit remainder, FP8 states", 14 + 1.5 * SCALES, BF16, FP8, **SPLIT8),
 ]
 
 
