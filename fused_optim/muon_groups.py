@@ -104,7 +104,7 @@ def _ends_of(model: nn.Module) -> set[nn.Module]:
 
 
 def _convolutions(model: nn.Module) -> tuple[str, ...]:
-    """What the names of modules in convolutions, which may be parametrized, and of themselves begin with."""
+    """The prefixes of names in convolutions: of their parameters, and of modules that parametrize these."""
     return tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, _ConvNd))
 
 

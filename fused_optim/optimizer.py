@@ -94,7 +94,7 @@ class ShardedOptimizer(Publisher, OfOptimizers):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Where True, torch.amp.GradScaler leaves the gradients scaled, and sets ``grad_scale`` and ``found_inf``."""
+        """Read by torch.amp.GradScaler. If True, it leaves gradients scaled, sets ``grad_scale`` and ``found_inf``."""
         return self.settings.unscales_gradients
 
     @property
@@ -228,9 +228,10 @@ class ShardedOptimizer(Publisher, OfOptimizers):
             raise ValueError("checkpoint_format='torch' is torch.optim.AdamW's layout, which this update rule has not")
 
     def _forget_compilers_key(self) -> None:
-        """Where a compiled function writes to a param group, torch.compile gives all of them ``capturable=True``, too.
+        """Remove the ``capturable=True`` that torch.compile adds to param groups.
 
-        It would be in checkpoints, whose loads compare keys, and is an option of the whole optimizer here.
+        It adds the key when a compiled function writes to a param group. Here ``capturable`` is an option of the whole
+        optimizer, and a load compares the keys of param groups, so the key must not get into checkpoints.
         """
         for number, group in enumerate(self.param_groups):
             if "capturable" not in self.stepper.ignored.get(number, ()):
@@ -325,10 +326,10 @@ class ShardedOptimizer(Publisher, OfOptimizers):
 
     @entry(idle=False)
     def summary(self, rows: int | None = None) -> Summary:
-        """What this rank really has: parameters and bytes by actual format, master and backend, fallbacks, and why.
+        """The optimizer's memory on this rank: parameters and bytes by format, master and backend; fallbacks, and why.
 
-        A dict, see :class:`fused_optim.state.summary.Summary`, that prints as a table. No communication; of parameters
-        that have no states yet: what they will have.
+        A dict, see :class:`fused_optim.state.summary.Summary`, that prints as a table. No communication.
+        Parameters without states are counted with the states that their first step will make.
 
         Args:
             rows: of activations that layers with quantized weights are called with (batch times sequence): for some
@@ -338,7 +339,7 @@ class ShardedOptimizer(Publisher, OfOptimizers):
 
     @entry(idle=False)
     def diagnostics(self) -> Diagnostics:
-        """What the next step will do, and what rounding makes of it, by parameter and by param group.
+        """Sizes of the next step's updates and of its rounding errors, by parameter and by param group.
 
         Call it between ``backward()`` (and clipping; under a GradScaler, ``unscale_``) and ``step()``. It is an extra
         pass, which changes nothing; a step without it does nothing for it. Of a parameter it reads up to 2^20 elements,

@@ -66,7 +66,7 @@ class GroupWork:
 
 
 def build_info() -> dict[str, dict[str, object]]:
-    """What the installation built: engine -> built, reason, compiler, ... (empty if nothing was recorded)."""
+    """The record of the installation's build, by engine: if it was built, why not, its compiler. Empty without one."""
     path = Path(__file__).parent.parent / "_build_info.json"
     recorded: dict[str, dict[str, object]] = json.loads(path.read_text()) if path.exists() else {}
     return recorded
@@ -96,7 +96,7 @@ def load_engine(name: Compiled) -> tuple[Engine | None, str]:
 
 
 def _unbuilt() -> str:
-    """Where nothing was recorded: Python has found a checkout's folder before the installed package."""
+    """The reason for no engine without a build record: Python found a source folder before the installed package."""
     folder = Path(__file__).parent.parent
     return (
         f"{folder} is a source folder, in which nothing was built, and hides an installed package while Python runs in "

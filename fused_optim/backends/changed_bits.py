@@ -67,7 +67,7 @@ def compare(rows: Sequence[Compared]) -> None:
 
 
 def _pieces(row: Compared) -> list[Compared]:
-    """Which bound the memory."""
+    """The row in pieces of ``_COMPARED`` elements, which bound the memory that a comparison needs."""
     bits = row.bits.split(_COMPARED // 8)
     return [Compared(*piece) for piece in zip(bits, row.copy.split(_COMPARED), row.values.split(_COMPARED))]
 

@@ -233,7 +233,7 @@ class Engine(Protocol):
 
 
 class CpuEngine(Engine, Protocol):
-    """Functions of the CPU engine alone."""
+    """The compiled CPU engine: the functions that it has beside all engines' own."""
 
     def decode_state(
         self, *, bits: int, scale: int, values: int, numel: int, block: int, format: int, square: bool

@@ -122,7 +122,7 @@ def owner_for(name: str, owners: Sequence[int], rank: int, ranks: int) -> int:
 
 
 def read(name: str, owner: int, current: Stateful, source: Source) -> dict[str, Any]:
-    """The state to be loaded. Sharded tensors are placed as those that ``current`` has at the same places now."""
+    """The saved state of an extra. Its sharded tensors get the placements of their counterparts in ``current``."""
     key = _key(name, owner)
     info = source.entries.get(key)
     if info is None:
@@ -162,14 +162,14 @@ def _with_sharded(value: Any, path: str, replace: Callable[[str, DTensor], Any])
 
 
 def _paths(value: Any) -> set[str]:
-    """The keys of the sharded tensors in a tree."""
+    """The checkpoint keys of the sharded tensors that a packed state refers to."""
     if isinstance(value, dict):
         return {value[_SHARDED]} if _SHARDED in value else {path for item in value.values() for path in _paths(item)}
     return {path for item in value for path in _paths(item)} if type(value) in (list, tuple) else set()
 
 
 def _filled(value: Any, tensors: Mapping[str, Any]) -> Any:
-    """The tree with its sharded tensors."""
+    """A packed state with its sharded tensors in the places that refer to them."""
     if isinstance(value, dict):
         if _SHARDED in value:
             return tensors[value[_SHARDED]]

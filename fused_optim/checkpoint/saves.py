@@ -131,7 +131,7 @@ class BackgroundSaves:
             logger.debug("%s failed", doing, exc_info=True)
 
     def _add_extras(self, state: dict[str, Any], doing: str) -> dict[str, list[int]]:
-        """Pack a state's extras as what this rank adds to the checkpoint. Returns who adds whose."""
+        """Replace ``state["extra"]`` by this rank's entries. Returns, by extra, the ranks that write one."""
         with on_all_ranks(doing, group=self._group):
             packed = {}
             for name, value in state.pop("extra").items():

@@ -41,7 +41,7 @@ def block_scale(absmax: Tensor, smallest: float, scale: Tensor, inverse: Tensor)
 
 
 def at_least_one(code: Tensor, positive: Tensor) -> Tensor:
-    """What is positive does not encode to zero: a zero denominator is what blows 8-bit Adam up."""
+    """The codes, with 1 in place of 0 for positive values: 8-bit Adam diverges where a second moment decodes to 0."""
     return torch.where((code == 0) & positive, 1, code)
 
 
@@ -63,16 +63,16 @@ class Codec(Decoder, Protocol):
     """
 
     def scale_signed(self, m: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """(scale to store, inverse)."""
+        """For each block, the scale to store and the ``inverse`` to encode with."""
 
     def encode_signed(self, m: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
         """Codes, whose magnitudes are rounded by ``u``."""
 
     def scale_square(self, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """(scale to store, inverse)."""
+        """For each block, the scale to store and the ``inverse`` to encode with."""
 
     def encode_square(self, v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
-        """Codes, rounded by ``u``; not 0 of what is positive."""
+        """Codes, rounded by ``u``; positive values get at least code 1."""
 
 
 class Float16Codec:
@@ -92,7 +92,7 @@ class Float16Codec:
 
     @staticmethod
     def _encode(x: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
-        """Codes of magnitudes."""
+        """FP16 bits of the magnitudes, rounded by ``u``; the sign is not encoded."""
         return float16_magnitude(clamp_top(x.abs() * inverse, 65504.0), u)
 
     @classmethod

@@ -171,7 +171,7 @@ def assign(matrices: Sequence[Matrix], candidates: Sequence[Sequence[int] | None
 
 
 class _Idlest:
-    """Who has least to do. ``load``, ``owned``: what each rank has, which others add to."""
+    """A queue of ranks, the least busy first. ``load``, ``owned``: cost and values by rank; the caller adds to both."""
 
     def __init__(self, load: list[int], owned: list[int], most: float) -> None:
         self._load, self._owned, self._most = load, owned, most
@@ -182,7 +182,7 @@ class _Idlest:
         self._numel = 0
 
     def take(self, numel: int) -> int:
-        """The rank with the fewest values among those with room for ``size`` more or without any; else among all."""
+        """The rank with the fewest values among those with room for ``numel`` more or without any; else among all."""
         heap = self._heap
         if numel < self._numel:
             while self._full:

@@ -31,7 +31,7 @@ class Region(NamedTuple):
         return memory.as_strided((self.rows, self.columns), (self.pitch, 1), self.start)
 
     def part(self, piece: Piece) -> Region:
-        """Of a matrix."""
+        """The region of a rectangle of the matrix that lies here."""
         (first_row, end_row), (first_column, end_column) = piece
         start = self.start + first_row * self.pitch + first_column
         return Region(start, end_row - first_row, end_column - first_column, self.pitch)
@@ -107,7 +107,7 @@ class ShardMemory:
         return ShardMemory(end, found.shards, found.starts, found.apart)
 
     def of_params(self, memory: Tensor) -> dict[int, Tensor]:
-        """The shards, flat."""
+        """The parameters' shards, flat, as views of ``memory``."""
         return {param: memory.narrow(0, start, numel) for param, (start, numel) in self.shards.items()}
 
 

@@ -232,9 +232,10 @@ def cut(params: Mapping[int, Tensor]) -> list[tuple[DeviceMesh | None, dict[int,
 
 
 def _cut_on_one(mesh: DeviceMesh | None, params: Mapping[int, Tensor]) -> list[dict[int, Tensor]]:
-    """Those of one size are in as few buckets as can be: the more matrices are orthogonalized together, the better they
-    fill a GPU. Sizes are the mean of all ranks; where shards are uneven, nobody holds more than ``MOST_TO_MEAN`` times
-    a bucket.
+    """The buckets of the matrices on one mesh, by position: equal shapes, or transposed, in as few as possible.
+
+    The more matrices are orthogonalized together, the better they fill a GPU. A bucket's size is the mean of all ranks;
+    with uneven shards no rank holds more than ``MOST_TO_MEAN`` times as much.
     """
     ranks = 1 if mesh is None else mesh.size()
     most = BUCKET_BYTES // 2 if ranks > 1 else BUCKET_BYTES  # parts of three are there at once

@@ -71,7 +71,7 @@ class _Ring:
         return self._buffers
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Bytes."""
+        """Copy bytes to a GPU, through page-locked buffers in turn; both tensors are flat and equally long."""
         for own, part in zip(target.split(_PIECE), source.split(_PIECE), strict=True):
             self.buffers[self._next].copy(own, part)
             self._next = (self._next + 1) % _BUFFERS

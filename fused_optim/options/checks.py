@@ -74,7 +74,7 @@ _USUAL_NUMBERS = (float, int)
 
 
 def is_number(value: Any) -> bool:
-    """True if a value is a real number, and no truth value."""
+    """True for real numbers but bools."""
     return type(value) in _USUAL_NUMBERS or (isinstance(value, Real) and not isinstance(value, bool))
 
 

@@ -95,7 +95,7 @@ def number_of(value: Any) -> Any:
 
 
 def _only_element(value: Any) -> Any:
-    """Of a tensor or a NumPy array or scalar of one element this; all else as it is."""
+    """The Python number in a tensor, NumPy array or NumPy scalar of one element; other values as they are."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else value
     return value.item() if getattr(value, "size", None) == 1 and hasattr(value, "item") else value
@@ -419,7 +419,7 @@ class Settings(OfOptimizers, OfDropIns):
 
     @property
     def master_bits(self) -> int:
-        """What the word of the optimizers of this package would be; 32 for masters that it cannot say, too."""
+        """The option ``master_bits`` with the same meaning; 32 also for separate masters, which it cannot ask for."""
         return 0 if not self.master_weights else 24 if self.param_remainder_bits == 8 else 32
 
     @property

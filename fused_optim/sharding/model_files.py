@@ -108,9 +108,9 @@ def read_index(index: Path) -> dict[str, Path]:
 
 
 def safetensors_writer(doing: str, extra: str = "safetensors") -> Callable[..., None]:
-    """The function of safetensors that writes ``(tensors, file, **metadata)``.
+    """A function ``(tensors, file, **metadata)`` that writes a safetensors file.
 
-    Raises ImportError where that is missing, or numpy, which it writes with.
+    Raises ImportError, which names ``doing``, without safetensors or without numpy, which safetensors needs to write.
     """
     save_file: Callable[..., None] = optional("safetensors.torch", doing, extra).save_file
     optional("numpy", doing, extra)

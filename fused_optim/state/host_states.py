@@ -16,7 +16,7 @@ OFFLOADED_FROM = ("cuda",)  # kinds of devices
 
 
 def may_be_offloaded(param: Tensor) -> bool:
-    """True if states of a parameter may live in host memory while it does not."""
+    """True for parameters on devices whose states can be kept in host memory."""
     return local_tensor(param).device.type in OFFLOADED_FROM and has_values(param)
 
 
@@ -58,7 +58,7 @@ class Offloading:
         return {param for group in groups for param in group["params"]}
 
     def invalidate_choice(self) -> None:
-        """Where others may be frozen by now, or have states."""
+        """Let the next :meth:`takes` choose the offloaded parameters anew: some may be frozen, or have states, now."""
         self._chosen = None
 
     def link(self, device: torch.device) -> HostTransfer:

@@ -74,7 +74,7 @@ class StateStore:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Of param groups."""
+        """The default options of param groups."""
         return self._owner.defaults
 
     @property
@@ -158,7 +158,7 @@ class StateStore:
 
     @property
     def grad_attribute(self) -> str:
-        """Where parameters have their gradients."""
+        """The name of the attribute of parameters that holds their gradients."""
         return "decoupled_grad" if self._owner.settings.use_decoupled_grad else "grad"
 
     def gradient(self, param: Tensor) -> Tensor | None:
@@ -259,7 +259,7 @@ class StateStore:
             take_foreign(self._own(param), names, self.describe(param))
 
     def _is_given(self, param: Tensor) -> bool:
-        """True if others have made its states. What users keep there beside, such as masks, is none."""
+        """True if the parameter's states were put into ``optimizer.state`` by users; keys of their own do not count."""
         return param not in self.layouts and self._has_any(param)
 
     def _has_any(self, param: Tensor) -> bool:
@@ -405,7 +405,7 @@ class StateStore:
             self.drop_pending(param)
 
     def _hides_remainders(self, states: ParamState) -> bool:
-        """True if a master is spoken of as FP32 values, though remainders are kept: nobody asked for these by name."""
+        """True if a master in remainders is shown as FP32 values: users did not ask for ``store_param_remainders``."""
         return states.layout.master.is_remainder and self.settings.store_param_remainders is None
 
     def _with_state(self, param: Tensor, name: str) -> ParamState:

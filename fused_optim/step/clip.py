@@ -99,7 +99,7 @@ class Clip:
         return replace(self, norm=norm, factor=factor, factors={device: factor.to(device) for device in self.factors})
 
     def changed(self, grads: Sequence[Tensor | None]) -> list[int]:
-        """Which of these gradients, given in the same order, are there and not as they were measured."""
+        """The positions of gradients that are not None and were replaced or written to since they were measured."""
         found = []
         for i, grad in enumerate(grads):
             own = self.grads[i] if i < len(self.grads) else None
@@ -108,13 +108,16 @@ class Clip:
         return found
 
     def finite(self) -> Tensor | None:
-        """Whether all gradients are: a boolean scalar on the norm's device. None where finite powers may overflow."""
+        """A boolean scalar on the norm's device, True if all gradients are finite.
+
+        None for norms whose powers of finite gradients may overflow, which cannot tell.
+        """
         exact = self.norm_type <= _LARGEST_EXACT or self.norm_type == math.inf
         return self.total.isfinite().all() if exact else None
 
 
 def _version(grad: Tensor) -> int:
-    """What in-place operations move, of a DTensor and of its shard."""
+    """The gradient's version counter, with its shard's: in-place operations increase it."""
     local = grad if type(grad) is Tensor else local_tensor(grad)
     own = 0 if local.is_inference() else local._version
     return own if local is grad else own + grad._version
@@ -160,7 +163,7 @@ def measure(
 
 @torch.no_grad()
 def nonfinite(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor]:
-    """Whether some local gradient is NaN or infinite: a boolean scalar for each device that has gradients.
+    """Boolean scalars, one per device that has gradients: True if a local gradient there has NaN or infinity.
 
     One pass over the gradients; no communication unless some of them are partial sums.
     """
@@ -250,7 +253,7 @@ def _sharding(tensor: DTensor) -> Sharding:
 
 
 def _names(tensor: DTensor) -> list[tuple[str, str]]:
-    """Of the dims that shard and, where meshes have none, of groups: what all ranks of these have alike."""
+    """The names of mesh dims that shard the tensor, if the mesh has names, and of their groups: equal on all ranks."""
     mesh, names = tensor.device_mesh, tensor.device_mesh.mesh_dim_names
     return [(names[dim] if names else "", mesh.get_group(dim).group_name) for dim in sharding_dims(tensor)]
 

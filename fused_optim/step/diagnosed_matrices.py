@@ -40,7 +40,7 @@ def _sums(
     updates: Mapping[int, Tensor],
     how: Sequence[Orthogonalization],
 ) -> dict[int, tuple[float, float]]:
-    """Of each parameter: the sum of |sigma - 1|, and how many there are."""
+    """By parameter, over all its orthogonalized matrices: the sum of |sigma - 1|, and the number of singular values."""
     sums = {i: [0.0, 0.0] for i in params}
 
     def look(matrices: Sequence[Matrix], values: Sequence[Tensor]) -> list[Tensor]:

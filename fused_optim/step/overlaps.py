@@ -44,7 +44,7 @@ class Sharing:
         self.pairs = self._pairs(params)  # each in ascending order
 
     def is_changed(self, moved: Mapping[int, Tensor], params: Sequence[Tensor]) -> bool:
-        """True if others have, since some may lie elsewhere."""
+        """True if other parameters share elements than before, now that those in ``moved`` may have new memory."""
         found = {i: Extent.of(param) for i, param in moved.items()}
         if all(self._extents[i] == extent for i, extent in found.items()):
             return False

@@ -342,7 +342,7 @@ class Stepper:
             raise
 
     def _abandon_skips(self) -> None:
-        """This rank refuses the step: tell ranks that wait for it in a collective to skip the step."""
+        """Join the collective that decides on skips, since this rank raises an error: the other ranks skip the step."""
         if self._store.settings.skip_nonfinite:
             self.skips.abandon(self.skip_group)
 

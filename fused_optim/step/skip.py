@@ -17,7 +17,7 @@ from fused_optim.step import clip
 
 
 class Skips:
-    """The decisions which steps of an optimizer are skipped, and their number."""
+    """Decides, for each step, if all ranks skip it, and counts the skipped steps."""
 
     def __init__(self, count: int = 0) -> None:
         self._counts: dict[torch.device, Tensor] = {}  # int64 scalars, in the memory that captured graphs write to
@@ -96,7 +96,10 @@ def _on_any_rank(skip: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _meeting_place(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the ranks meet, also one without parameters: GPUs, if the group's backend and this machine have them."""
+    """The device of the tensor that ranks reduce: a GPU, if the group's backend takes them and this machine has one.
+
+    Ranks without parameters must find the same kind of device.
+    """
     types = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
     if "cuda" in types and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())

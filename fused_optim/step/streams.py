@@ -35,7 +35,7 @@ class SideStreams:
         return nullcontext() if device.type != "cuda" else self._lane(device).entered()
 
     def join(self) -> None:
-        """What is enqueued from now on, on the current streams, comes after all updates."""
+        """Make the current streams wait for all updates that were enqueued so far."""
         for lane in self._lanes.values():
             lane.join()
 

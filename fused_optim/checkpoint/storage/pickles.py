@@ -129,7 +129,10 @@ _STOP, _KEEP, _FRAME = b".", b"r", b"\x95"  # the latter says how many bytes fol
 
 
 def _without_hashing(content: bytes) -> Iterator[bytes]:
-    """The pickle with lists in place of dicts and sets. Raises ValueError for codes that plain values do not need."""
+    """The pickle, in chunks, that makes lists in place of dicts and sets: keys are compared without hashing them.
+
+    Raises ValueError for an opcode that pickles of plain values do not have.
+    """
     at = start = 0
     while (at := _PLAIN.match(content, at).end()) < len(content):  # type: ignore[union-attr]
         code = content[at]

@@ -133,7 +133,7 @@ class _OfThread(threading.local):
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def read(self, values: Values) -> Tensor:
-        """Valid until the next call."""
+        """The values, decoded into memory that the next call of this thread writes over."""
         nbytes = values.shape.numel() * values.dtype.itemsize
         if nbytes > self._memory.nbytes:
             self._memory = empty_host((nbytes,), torch.uint8)

@@ -63,7 +63,9 @@ def gaining_sizes(
 
 
 def _time(row: Mapping[str, float], kind: str) -> float | None:
-    """The time in ms. For scales by rows of activations, keeping a weight adds as much time as with one scale."""
+    """A row's time in ms for a kind of product. If a kind with kept weights and scales per row was not measured, its
+    time is estimated: that without kept weights, and the extra time that kept weights cost with one scale.
+    """
     gathered, one_scale = kind.removesuffix(WEIGHTS_KEPT), f"tensor{WEIGHTS_KEPT}"
     if kind not in row and kind.startswith("row") and {gathered, one_scale, "tensor"} <= row.keys():
         return row[gathered] + row[one_scale] - row["tensor"]

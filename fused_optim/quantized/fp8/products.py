@@ -237,9 +237,9 @@ def _product_of_blocks(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
 
 
 def _scale_operand(codes: Codes) -> Tensor:
-    """The scales as cuBLAS wants them: of blocks column by column, of tiles along the sum first.
+    """The scales as cuBLAS reads them: column by column for blocks; transposed, padded to multiples of four, for tiles.
 
-    Copies by hooks of saved tensors may have another order. Those of tiles are padded to multiples of four.
+    The scales of blocks are copied if they lie otherwise, as they may after a hook of saved tensors has copied them.
     """
     if codes.scaling == "block":
         return codes.scale if codes.scale.stride(0) == 1 else codes.scale.t().contiguous().t()

@@ -150,7 +150,10 @@ def _refuse_codes(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
 def _quantize_assigned(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
 ) -> None:
-    """``load_state_dict(assign=True)`` would make weights plain, or of another recipe, where the state dict's are."""
+    """Hook before ``load_state_dict``: with ``assign=True``, replace values by weights in the recipe of the module's.
+
+    Otherwise a state dict with plain weights, or of another recipe, would replace the quantized ones.
+    """
     if not local_metadata.get("assign_to_params_buffers"):
         return
     for key, param in module._parameters.items():
@@ -188,7 +191,7 @@ def _check(weight: Tensor, recipe: Recipe, name: str) -> None:
 
 
 def _check_cuts(weight: Tensor, recipe: Recipe) -> None:
-    """Raise ValueError where tensor parallelism has cut a block, or what cannot be cut, on every rank."""
+    """Raise ValueError, on every rank, if tensor parallelism has cut a weight within a block or in dims from 2 on."""
     if not isinstance(weight, DTensor):
         return
     for dim in sorted({dim for dim in map(sharded_dim, weight.placements) if dim is not None}):
