@@ -76,12 +76,13 @@ def observed(step: F) -> F:
         )
         return (with_hooks if is_observed else step)(self, *args, **kwargs)
 
-    untraced = between_graphs(step_or_hooked)
+    untraced = torch._disable_dynamo(step_or_hooked)
 
     @functools.wraps(step)
     def observed_step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         has_closure = (args[0] if args else kwargs.get("closure")) is not None
-        return (step_or_hooked if has_closure else untraced)(self, *args, **kwargs)
+        is_watched = torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None
+        return (untraced if is_watched and not has_closure else step_or_hooked)(self, *args, **kwargs)
 
     observed_step.__dict__["hooked"] = True
     return cast(F, observed_step)

@@ -44,7 +44,6 @@ from fused_optim.state import torch_form
 from fused_optim.state.groups import description
 from fused_optim.state.store import StateStore
 from fused_optim.state.summary import Summary, short_description, summarize
-from fused_optim.step.amp import amp_scalars, mark_stepped
 from fused_optim.step.diagnostics import Diagnostics, diagnose
 from fused_optim.step.run import Stepper
 from fused_optim.step.scalars import keep_rates
@@ -349,7 +348,7 @@ class ShardedOptimizer(Publisher, OfOptimizers):
         A collective over the meshes that cut parameters. Waits for the device. Raises RuntimeError before states exist.
         """
         self._reconcile()
-        self.stepper.check_groups(self.store.groups)
+        self.stepper.check_groups()
         self.stepper.prepare_capture()
         return diagnose(self.store, self.stepper.next_hypers())
 
@@ -405,18 +404,12 @@ class ShardedOptimizer(Publisher, OfOptimizers):
         if kwargs:
             raise TypeError(f"step() got unexpected arguments: {', '.join(kwargs)}")
         if closure is None:
-            self._update(scaler)
+            self.stepper.step(self, scaler)
             return None
         with torch.enable_grad():
             loss = closure()
-        self._update_between_graphs(scaler)
+        between_graphs(self.stepper.step)(self, scaler)  # the closure may be traced; all else of a step is not
         return loss
-
-    def _update(self, scaler: torch.amp.GradScaler | None) -> None:
-        self.stepper.step(lambda: amp_scalars(self, scaler))
-        mark_stepped(self, scaler)
-
-    _update_between_graphs = between_graphs(_update)  # after a closure, which may be traced; all else of a step is not
 
     # --- state dict ---------------------------------------------------------------------------------------------
 

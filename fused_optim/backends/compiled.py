@@ -166,19 +166,18 @@ class CompiledShards:
         is_apart = states_on is not None
         reader, state_reader = (tensor_reader(each, backend, is_apart) for each in (device, states_on or device))
         names = [spec.name for spec in rule.states]
-        self._table = engine.ShardTable(
+        self._table = table = engine.ShardTable(
             number, names, groups, group_count, reader, state_reader, ELEMENT_TYPES, DTensor
         )
-        self.works: dict[int, ShardWork] = {}  # contiguous copies of gradients live until the step is launched
+        self.works: dict[int, ShardWork] = {}
+        self.written, self.sharing, self.updated = table.written, table.sharing, table.updated
+        self.with_gradients, self.groups_with_gradients = table.with_gradients, table.groups_with_gradients
 
     def refresh(self, cached: list[CachedShard], attribute: str) -> Sequence[int]:
         self.works.clear()  # of a step that was begun and refused
         # Reading `.grad` of a DTensor takes three times as long where torch looks for overrides.
         with torch._C.DisableTorchFunctionSubclass():
             return self._table.refresh(cached, attribute)
-
-    def written(self) -> Sequence[int]:
-        return self._table.written()
 
     def find_written(self, cached: list[CachedShard]) -> Sequence[int]:
         with torch._C.DisableTorchFunctionSubclass():
@@ -190,31 +189,15 @@ class CompiledShards:
         with torch._C.DisableTorchFunctionSubclass():
             return cached is not None and self._table.cache(shard, cached)
 
-    def drop_param(self, shard: int) -> None:
-        self.works.pop(shard, None)
-
-    def sharing(self) -> Sequence[int]:
-        return self._table.sharing()
-
     def takes_target(self, layout: StateLayout) -> bool:
         return self._writes_weights(self._number, [fmt.code for fmt in layout.formats])
 
-    def with_gradients(self) -> Sequence[int]:
-        return self._table.with_gradients()
-
-    def updated(self, cached: list[CachedShard]) -> list[Tensor]:
-        return self._table.updated(cached)
+    def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
+        self._table.launch(**self._set_groups(hypers, workspace))
 
     def mark(self, cached: list[CachedShard]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             self._table.mark(cached)
-
-    def groups_with_gradients(self) -> Sequence[int]:
-        return self._table.groups_with_gradients()
-
-    def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
-        self._set_groups(hypers)
-        self._table.launch(**self._where(workspace))
         self.works.clear()
 
     def run_matrix_pass(
@@ -224,21 +207,15 @@ class CompiledShards:
 
         ``values``: flat, contiguous: what the first writes, or the second reads.
         """
-        self._set_groups(hypers)
+        where = self._set_groups(hypers, workspace)
         addresses = [value.data_ptr() for value in values.values()]
         types = [ELEMENT_TYPES[value.dtype] for value in values.values()]
-        self._table.launch_matrix_pass(first, list(values), addresses, types, **self._where(workspace))
+        self._table.launch_matrix_pass(first, list(values), addresses, types, **where)
 
-    def _where(self, workspace: Tensor | None) -> dict[str, int]:
-        if self._backend != "cuda":
-            return run_on(self._device)
-        size = 0 if workspace is None else workspace.nbytes
-        return {"workspace": address(workspace), "workspace_size": size, **run_on(self._device)}
-
-    def _set_groups(self, hypers: list[Hyper]) -> None:
+    def _set_groups(self, hypers: list[Hyper], workspace: Tensor | None) -> dict[str, int]:
+        """Give the engine the hyperparameters of a step. Returns where it runs, as arguments of its launches."""
         for group, h in enumerate(hypers):
             rate, lr = (h.lr, 0.0) if isinstance(h.lr, Tensor) else (None, h.lr)
-            scalars = (rate, h.grad_scale, h.grad_factor, h.found_inf, h.steps_done)
             self._table.set_group(  # in its order: keywords would cost a microsecond per group
                 group,
                 lr,
@@ -248,5 +225,14 @@ class CompiledShards:
                 h.decoupled,
                 h.maximize,
                 h.stochastic_rounding,
-                *[0 if scalar is None else scalar.data_ptr() for scalar in scalars],
+                0 if rate is None else rate.data_ptr(),
+                0 if h.grad_scale is None else h.grad_scale.data_ptr(),
+                0 if h.grad_factor is None else h.grad_factor.data_ptr(),
+                0 if h.found_inf is None else h.found_inf.data_ptr(),
+                0 if h.steps_done is None else h.steps_done.data_ptr(),
             )
+        where = run_on(self._device)
+        if self._backend == "cuda":
+            where["workspace"] = address(workspace)
+            where["workspace_size"] = 0 if workspace is None else workspace.nbytes
+        return where

@@ -6,9 +6,9 @@ link are busy. A chunk consists of whole shards, or of parts of a large one. Its
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -18,7 +18,6 @@ from fused_optim.backends import Backend, ShardWork, uncounted
 from fused_optim.backends.engine import CachedShard
 from fused_optim.backends.shards import shards_on
 from fused_optim.memory.host_memory import can_be_streamed
-from fused_optim.memory.layout import StateLayout
 from fused_optim.rules import Hyper, Rule
 from fused_optim.sharding.dtensor import Geometry, local_tensor
 
@@ -152,126 +151,62 @@ def _cut(work: ShardWork, most: int) -> list[_Part]:
     return [_Part.of(work, start, end) for start, end in pairwise(cuts) if end > start]
 
 
-class OffloadedShards:
-    """Shards whose states are in host memory. What has changed since the step before is noticed as of resident ones.
+@dataclass(frozen=True)
+class StreamedShards:
+    """Shards of one device and rule whose states are in host memory. ``groups``: the param group of each.
 
-    A step plans each chunk while those before are under way. Before the first one it does only what may raise.
+    ``parts``: of each shard that was updated before, the addresses of its states and what it was cut into then.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        backend: Backend,
-        groups: list[int],
-        group_count: int,
-        rule: Rule,
-        link: HostTransfer,
-    ) -> None:
-        self._device, self._backend, self._rule, self._link = device, backend, rule, link
-        self._groups, self._group_count = groups, group_count
-        self._whole = shards_on(device, backend, groups, group_count, rule, torch.device("cpu"))
-        self.works = self._whole.works
-        self._cached: list[CachedShard] = []
-        self._attribute = ""
-        self._lasting: dict[int, tuple[StateLayout, int]] = {}  # by shard: its layout and key
-        self._known: dict[int, tuple[tuple[int, ...], list[_Part]]] = {}  # by shard: where its states were; its parts
+    device: torch.device
+    backend: Backend
+    groups: list[int]
+    group_count: int
+    rule: Rule
+    link: HostTransfer
+    parts: dict[int, tuple[tuple[int, ...], list[_Part]]] = field(default_factory=dict)
 
-    def refresh(self, cached: list[CachedShard], attribute: str) -> Sequence[int]:
-        self._cached, self._attribute = cached, attribute
-        stale = self._whole.refresh(cached, attribute)
-        return sorted({*stale, *(i for i in self._whole.with_gradients() if not self._is_locked(cached[i]))})
 
-    def _is_locked(self, cached: CachedShard) -> bool:
-        """Asked in every step: no other guard sees that the memory of a tensor is not page-locked any more."""
-        states = *cached.state_tensors, cached.master
-        return all(state is None or can_be_streamed(local_tensor(state), self._device) for state in states)
+def is_locked(cached: CachedShard, device: torch.device) -> bool:
+    """True if a shard's states are page-locked still. Asked in every step: no other guard sees that."""
+    states = *cached.state_tensors, cached.master
+    return all(state is None or can_be_streamed(local_tensor(state), device) for state in states)
 
-    def set(self, shard: int, work: ShardWork, cached: CachedShard | None) -> bool:
-        self._lasting[shard] = work.layout, work.key
-        return self._whole.set(shard, work, cached)
 
-    def drop_param(self, shard: int) -> None:
-        self._whole.drop_param(shard)
-        self._lasting.pop(shard, None)
-        self._known.pop(shard, None)
+def update_streamed(
+    shards: StreamedShards, works: Iterable[tuple[int, ShardWork]], hypers: list[Hyper], workspace: Tensor | None
+) -> None:
+    """Update shards chunk by chunk. ``works``: by number, ascending; asked for one by one, while chunks are under way.
 
-    def written(self) -> Sequence[int]:
-        return self._whole.written()
-
-    def find_written(self, cached: list[CachedShard]) -> Sequence[int]:
-        return self._whole.find_written(cached)
-
-    def sharing(self) -> Sequence[int]:
-        return self._whole.sharing()
-
-    def takes_target(self, layout: StateLayout) -> bool:
-        return False
-
-    def with_gradients(self) -> Sequence[int]:
-        return self._whole.with_gradients()
-
-    def updated(self, cached: list[CachedShard]) -> list[Tensor]:
-        return self._whole.updated(cached)
-
-    def mark(self, cached: list[CachedShard]) -> None:
-        self._whole.mark(cached)
-        self.works.clear()
-
-    def groups_with_gradients(self) -> Sequence[int]:
-        return self._whole.groups_with_gradients()
-
-    def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
-        for chunk, is_last in self._chunks():
-            buffer = self._link.buffer(sum(part.nbytes for _, _, part in chunk))
-            groups = [self._groups[i] for i, _, _ in chunk]
-            shards = shards_on(self._device, self._backend, groups, self._group_count, self._rule)
-            pairs, used = [], 0
-            for number, (_, work, part) in enumerate(chunk):
-                moved, copied = part.moved_to(buffer[used:], work)
-                shards.set(number, moved, None)
-                pairs += copied
-                used += part.nbytes
-            with self._link.moved(pairs):
-                shards.run(hypers if is_last else uncounted(hypers), workspace)
-
-    def _chunks(self) -> Iterator[tuple[list[tuple[int, ShardWork, _Part]], bool]]:
-        """Chunks of parts with their shards, in order, each with a flag: the last chunk, which exists in any case.
-
-        Planned as they are asked for.
-        """
-        chunk: list[tuple[int, ShardWork, _Part]] = []
-        size = 0
-        for index in self._whole.with_gradients():
-            work = self._work(index)
-            for part in self._parts(index, work):
-                if chunk and size + part.nbytes > CHUNK_BYTES:
-                    yield chunk, False
-                    chunk, size = [], 0
-                chunk.append((index, work, part))
-                size += part.nbytes
-        yield chunk, True
-
-    def _work(self, index: int) -> ShardWork:
-        """The work that was set for this step, or else the unchanged tensors of the last one."""
-        if index in self.works:
-            return self.works[index]
-        cached = self._cached[index]
-        param = cached.param_ref()
-        assert param is not None
-        layout, key = self._lasting[index]
-        return ShardWork(
-            grad=local_tensor(getattr(param, self._attribute)),
-            param=local_tensor(param),
-            master=None if cached.master is None else local_tensor(cached.master),
-            states=tuple(local_tensor(state) for state in cached.state_tensors if state is not None),
-            layout=layout,
-            key=key,
-        )
-
-    def _parts(self, index: int, work: ShardWork) -> list[_Part]:
-        """The parts of the last step, unless the states have moved."""
+    The last chunk, which may be empty, advances the step counters of ``hypers``.
+    """
+    chunk: list[tuple[int, ShardWork, _Part]] = []
+    size = 0
+    for index, work in works:
         states = (*work.states, work.master, work.layout.scales)
         places = CHUNK_BYTES, *(0 if state is None else state.data_ptr() for state in states)
-        if index not in self._known or self._known[index][0] != places:
-            self._known[index] = places, _cut(work, CHUNK_BYTES)
-        return self._known[index][1]
+        if index not in shards.parts or shards.parts[index][0] != places:
+            shards.parts[index] = places, _cut(work, CHUNK_BYTES)
+        for part in shards.parts[index][1]:
+            if chunk and size + part.nbytes > CHUNK_BYTES:
+                _update_chunk(shards, chunk, uncounted(hypers), workspace)
+                chunk, size = [], 0
+            chunk.append((index, work, part))
+            size += part.nbytes
+    _update_chunk(shards, chunk, hypers, workspace)
+
+
+def _update_chunk(
+    shards: StreamedShards, chunk: list[tuple[int, ShardWork, _Part]], hypers: list[Hyper], workspace: Tensor | None
+) -> None:
+    buffer = shards.link.buffer(sum(part.nbytes for _, _, part in chunk))
+    groups = [shards.groups[i] for i, _, _ in chunk]
+    staged = shards_on(shards.device, shards.backend, groups, shards.group_count, shards.rule)
+    pairs, used = [], 0
+    for number, (_, work, part) in enumerate(chunk):
+        moved, copied = part.moved_to(buffer[used:], work)
+        staged.set(number, moved, None)
+        pairs += copied
+        used += part.nbytes
+    with shards.link.moved(pairs):
+        staged.run(hypers, workspace)

@@ -18,9 +18,9 @@ from fused_optim.rules import Hyper, Rule
 class Shards(Protocol):
     """The shards of one device from step to step, in one backend.
 
-    A step is ``refresh``, ``set`` for each shard that it returns, ``run``. ``cached``: one per shard. Where gradients
-    have a scale, ``run`` writes them: those of ``sharing`` must be set again before, to copies.
-    ``works``: what was set for this step, until ``mark`` at the latest.
+    A step is ``refresh``, ``set`` for each shard that it returns, ``run``, ``mark``. ``cached``: one per shard. Where
+    gradients have a scale, ``run`` writes them: those of ``sharing`` must be set again before, to copies.
+    ``works``: the shards that were set for this step; they keep contiguous copies of gradients alive until ``mark``.
     """
 
     works: dict[int, ShardWork]
@@ -31,11 +31,8 @@ class Shards(Protocol):
     def set(self, shard: int, work: ShardWork, cached: CachedShard | None) -> bool:
         """Describe a shard for this step, and with ``cached`` for later ones, as long as nothing else changes.
 
-        Whether it is cached.
+        True if it is cached.
         """
-
-    def drop_param(self, shard: int) -> None:
-        """Release all that belongs to a shard whose parameter was freed. No other step follows."""
 
     def written(self) -> Sequence[int]:
         """Cached shards with masters whose parameter was written since the last step, of those with a gradient."""
@@ -55,14 +52,14 @@ class Shards(Protocol):
     def updated(self, cached: list[CachedShard]) -> list[Tensor]:
         """The parameters that have a gradient in this step."""
 
-    def mark(self, cached: list[CachedShard]) -> None:
-        """After a step: remember the parameters' version counters as those of their masters."""
-
     def groups_with_gradients(self) -> Sequence[int]:
         """The numbers of param groups that have a gradient in this step."""
 
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
         """Update the shards that have a gradient. ``workspace``: GPU memory, if hyperparameters are GPU tensors."""
+
+    def mark(self, cached: list[CachedShard]) -> None:
+        """After a step: remember the parameters' version counters as those of their masters."""
 
 
 def shards_on(
@@ -75,7 +72,7 @@ def shards_on(
 ) -> Shards:
     """The shards of ``device``; ``groups``: the param group of each, ascending.
 
-    Those whose states are elsewhere, ``states_on``, do everything but ``run``.
+    Those whose states are elsewhere, ``states_on``, cannot ``run``: see :mod:`fused_optim.backends.offloaded`.
     """
     if backend == "torch":
         return ReferenceShards(groups)
@@ -96,9 +93,6 @@ class ReferenceShards:
     def set(self, shard: int, work: ShardWork, cached: CachedShard | None) -> bool:
         self.works[shard] = work
         return False
-
-    def drop_param(self, shard: int) -> None:
-        self.works.pop(shard, None)
 
     def written(self) -> Sequence[int]:
         return ()

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fused_optim.backends import Backend, Compiled, ShardWork, is_capturing, uncounted
+from fused_optim.backends import Backend, ShardWork, is_capturing, uncounted
 from fused_optim.backends.compiled import CompiledShards
-from fused_optim.backends.engine import CachedShard
-from fused_optim.backends.offloaded import HostTransfer, OffloadedShards
+from fused_optim.backends.offloaded import HostTransfer, StreamedShards, update_streamed
 from fused_optim.backends.shards import ReferenceShards, Shards, shards_on
 from fused_optim.formats.masters import Master
 from fused_optim.matrices.exchange import Dtypes, Exchange, MatricesOnMesh
@@ -52,54 +51,15 @@ class _UnderWay(NamedTuple):
     exchanges: list[Exchange]
 
 
-class _Passes(Protocol):
-    """The shards in both passes over elements."""
-
-    @property
-    def kept(self) -> Shards:
-        """The shards that refresh and set them."""
-
-    def run(self, rule: Rule, values: Mapping[int, Tensor], hypers: list[Hyper], workspace: Tensor | None) -> None:
-        """``values``: flat, by shard, ascending: what :data:`MOMENTUM` writes, or what :data:`DESCENT` reads."""
-
-
-class _CompiledPasses:
-    """In an engine, which knows what else there is of the shards."""
-
-    def __init__(self, device: torch.device, backend: Compiled, groups: list[int], group_count: int) -> None:
-        self.kept = CompiledShards(device, backend, groups, group_count, MOMENTUM)
-
-    def run(self, rule: Rule, values: Mapping[int, Tensor], hypers: list[Hyper], workspace: Tensor | None) -> None:
-        self.kept.run_matrix_pass(rule is MOMENTUM, values, hypers, workspace)
-
-
-class _DescribedPasses:
-    """In the reference, or of states in host memory. Shards are described anew at every step: that takes far longer."""
-
-    def __init__(
-        self, device: torch.device, backend: Backend, groups: list[int], group_count: int, link: HostTransfer | None
-    ) -> None:
-        self.kept = ReferenceShards(groups)
-        self._device, self._backend, self._groups, self._group_count = device, backend, groups, group_count
-        self._link = link
-
-    def run(self, rule: Rule, values: Mapping[int, Tensor], hypers: list[Hyper], workspace: Tensor | None) -> None:
-        groups = [self._groups[i] for i in values]
-        about = (self._device, self._backend, groups, self._group_count, rule)
-        shards = shards_on(*about) if self._link is None else OffloadedShards(*about, self._link)
-        describe = _entering if rule is MOMENTUM else _leaving
-        for number, (i, value) in enumerate(values.items()):
-            work = self.kept.works[i]
-            shards.set(number, describe(work, value.view(work.param.shape)), None)
-        shards.run(hypers, workspace)
-
-
-class MatrixShards:
-    """Shards whose update depends on whole matrices.
+class MatrixUpdate:
+    """The update of shards that depends on whole matrices.
 
     They are updated bucket by bucket, which bounds the memory that this takes. Where pieces are moved, those of the
     next bucket are on their way to the owners, and those of the last one on their way back, beside the products of one.
-    ``params``: those of the shards, in their order, which are not kept. ``link``: their states are in host memory.
+
+    ``shards``: in their place of each step; the reference's where each step describes them anew, which takes far
+    longer: without an engine, and with a ``link`` to states in host memory. ``params``: of the shards, in their order;
+    not kept.
     """
 
     def __init__(
@@ -111,62 +71,32 @@ class MatrixShards:
         params: list[Tensor],
         link: HostTransfer | None = None,
     ) -> None:
-        self._groups, self._params = groups, list(map(reference_to, params))
-        self._passes: _Passes
+        self._device, self._backend, self._groups, self._group_count = device, backend, groups, group_count
+        self._params, self._link = list(map(reference_to, params)), link
+        self.shards: Shards
         if backend == "torch" or link is not None:
-            self._passes = _DescribedPasses(device, backend, groups, group_count, link)
+            self.shards = ReferenceShards(groups)
         else:
-            self._passes = _CompiledPasses(device, backend, groups, group_count)
-        self._kept = self._passes.kept
-        self.works = self._kept.works
-        # To be asked for targets.
-        self._leaving = None if link is not None else shards_on(device, backend, [], 0, DESCENT)
+            self.shards = CompiledShards(device, backend, groups, group_count, MOMENTUM)
         self._how: list[Orthogonalization] = []
         self._kinds: list[Kind] = []
         self._buckets: list[Bucket] = []
 
-    def refresh(self, cached: list[CachedShard], attribute: str) -> Sequence[int]:
-        return self._kept.refresh(cached, attribute)
-
-    def set(self, shard: int, work: ShardWork, cached: CachedShard | None) -> bool:
-        return self._kept.set(shard, work, cached)
-
-    def drop_param(self, shard: int) -> None:
-        self._kept.drop_param(shard)
-
-    def written(self) -> Sequence[int]:
-        return self._kept.written()
-
-    def find_written(self, cached: list[CachedShard]) -> Sequence[int]:
-        return self._kept.find_written(cached)
-
-    def sharing(self) -> Sequence[int]:
-        return self._kept.sharing()
-
     def takes_target(self, layout: StateLayout) -> bool:
-        return self._leaving is not None and self._leaving.takes_target(_without_states(layout))
-
-    def with_gradients(self) -> Sequence[int]:
-        return self._kept.with_gradients()
-
-    def updated(self, cached: list[CachedShard]) -> list[Tensor]:
-        return self._kept.updated(cached)
-
-    def mark(self, cached: list[CachedShard]) -> None:
-        self._kept.mark(cached)
-        self.works.clear()  # not before: the reference knows by them which shards had a gradient
-
-    def groups_with_gradients(self) -> Sequence[int]:
-        return self._kept.groups_with_gradients()
+        """True if the second pass over shards with these states can write codes of a quantized weight itself."""
+        if self._link is not None:
+            return False
+        return shards_on(self._device, self._backend, [], 0, DESCENT).takes_target(_without_states(layout))
 
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
+        """Update all shards that have a gradient."""
         self._choose_buckets(hypers)
         ahead = 0 if all(on_mesh.is_local for _, meshes in self._buckets for on_mesh, _ in meshes) else 1
         if ahead and is_capturing():
             raise RuntimeError(
                 "CUDA graph capture: FusedMuon moves parts of sharded matrices, which a graph cannot hold"
             )
-        count, updated = len(self._buckets), set(self.with_gradients())
+        count, updated = len(self._buckets), set(self.shards.with_gradients())
         under_way: dict[int, _UnderWay] = {}
         for number in range(count + 2 * ahead):
             worked, ended = number - ahead, number - 2 * ahead
@@ -180,19 +110,37 @@ class MatrixShards:
             if 0 <= ended < count:
                 self._end(under_way.pop(ended), hypers if ended == count - 1 else uncounted(hypers), workspace)
 
+    def _pass(self, rule: Rule, values: Mapping[int, Tensor], hypers: list[Hyper], workspace: Tensor | None) -> None:
+        """A pass over elements. ``values``: flat, by shard, ascending; written by MOMENTUM, read by DESCENT."""
+        if isinstance(self.shards, CompiledShards):
+            self.shards.run_matrix_pass(rule is MOMENTUM, values, hypers, workspace)
+            return
+        describe = _entering if rule is MOMENTUM else _leaving
+        works = [(work := self.shards.works[i], value.view(work.param.shape)) for i, value in values.items()]
+        described = [describe(work, value) for work, value in works]
+        about = (self._device, self._backend, [self._groups[i] for i in values], self._group_count, rule)
+        if self._link is not None:
+            update_streamed(StreamedShards(*about, self._link), enumerate(described), hypers, workspace)
+            return
+        shards = shards_on(*about)
+        for number, work in enumerate(described):
+            shards.set(number, work, None)
+        shards.run(hypers, workspace)
+
     def _choose_buckets(self, hypers: list[Hyper]) -> None:
         of_group = [hyper.orthogonalization for hyper in hypers]
         self._how = [_given(of_group[group]) for group in self._groups]
         kinds = list(map(Kind.of, self._how))
         if not self._buckets or kinds != self._kinds:
-            self._buckets, self._kinds = self._in_buckets(kinds), kinds
+            params = {i: param for i, ref in enumerate(self._params) if (param := ref()) is not None}
+            self._buckets, self._kinds = in_buckets(params, kinds), kinds
 
     def _begin(self, own: list[int], meshes: list[OnMesh], hypers: list[Hyper], workspace: Tensor | None) -> _UnderWay:
         exchanges = [on_mesh.begin(own, dtypes) for on_mesh, dtypes in meshes]
         updates: dict[int, Tensor] = {}
         for exchange in exchanges:
             updates |= exchange.updates
-        self._passes.run(MOMENTUM, {i: updates[i] for i in own}, list(map(before_matrices, hypers)), workspace)
+        self._pass(MOMENTUM, {i: updates[i] for i in own}, list(map(before_matrices, hypers)), workspace)
         for exchange in exchanges:
             exchange.send()
         return _UnderWay(own, exchanges)
@@ -205,10 +153,7 @@ class MatrixShards:
         for exchange in bucket.exchanges:
             made |= exchange.end()
         values = {i: made[i] for i in bucket.members}
-        self._passes.run(DESCENT, values, list(map(after_matrices, hypers)), workspace)
-
-    def _in_buckets(self, kinds: list[Kind]) -> list[Bucket]:
-        return in_buckets({i: param for i, ref in enumerate(self._params) if (param := ref()) is not None}, kinds)
+        self._pass(DESCENT, values, list(map(after_matrices, hypers)), workspace)
 
 
 def in_buckets(params: dict[int, Tensor], kinds: Sequence[Kind]) -> list[Bucket]:

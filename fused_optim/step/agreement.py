@@ -128,20 +128,17 @@ class Agreement:
         self._with_empty: set[DeviceMesh] = set()  # on some rank, as in `CollectivesOfRank`
         self._gradients: dict[DeviceMesh, list[bool | None]] = {}
         self._facts: Mapping[DeviceMesh, CollectiveSignature] = {}
-        self._is_open = False
+        self.asks_in_each_step = True  # ranks tell each other before the next step, whatever this rank sends
+        self.is_open = False  # a step has begun, in which others may ask this rank
 
     @property
     def is_first(self) -> bool:
         return self._is_first
 
-    def begin(self) -> None:
-        """A step has begun, in which others may ask this rank."""
-        self._is_open = True
-
     def abort(self) -> None:
         """This rank refuses the step before it has answered: let those who ask it raise."""
-        if self._is_open and not is_capturing():
-            self._is_open = False
+        if self.is_open and not is_capturing():
+            self.is_open = False
             for mesh in self._with_misplaced | self._with_empty:
                 announce_on(mesh, _FAILED)
 
@@ -151,7 +148,7 @@ class Agreement:
         A collective over the meshes that the module's text names; nothing in a CUDA graph, before which all was said.
         ``is_first``: all ranks tell each other in any case.
         """
-        self._is_open = False
+        self.is_open = False
         self._is_first |= is_first
         has_facts = (
             own.facts and own.facts is not self._facts and any(self._has_other_facts(mesh, own) for mesh in own.facts)
@@ -171,6 +168,7 @@ class Agreement:
                 found = self._ask(mesh, own, None if is_asked else LIMIT, error is not None)
                 error = error or found
         self._is_first = False
+        self.asks_in_each_step = bool(self._with_misplaced)
         if error is not None:
             raise RuntimeError(error)
         self._facts = own.facts or self._facts

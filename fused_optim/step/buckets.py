@@ -31,11 +31,10 @@ from fused_optim.memory.layout import STEP
 from fused_optim.options.checks import describe
 from fused_optim.rules import Hyper
 from fused_optim.sharding.dtensor import local_tensor, sharding_dims
-from fused_optim.state.groups import Group
 from fused_optim.state.store import StateStore
 from fused_optim.step.agreement import Agreement, CollectivesOfRank, is_misplaced
 from fused_optim.step.plan import Plan, PlanKey, placed_as
-from fused_optim.step.scalars import DeviceScalars
+from fused_optim.step.scalars import DeviceScalars, Hyperparameters
 from fused_optim.step.signature import signature_of
 from fused_optim.step.streams import SideStreams
 
@@ -70,14 +69,13 @@ class Stepping(Protocol):
     scalars: DeviceScalars
     agreement: Agreement
 
-    def check_groups(self, groups: Sequence[Group]) -> None:
+    hyperparameters: Hyperparameters
+
+    def check_groups(self) -> None:
         """Raise for hyperparameters that cannot be used."""
 
     def renew_states(self) -> None:
         """Create missing states, before new plans are made."""
-
-    def hypers_on(self, device: torch.device) -> list[Hyper]:
-        """The hyperparameters of the next step."""
 
     def find_remote_groups(self, own: Collection[int]) -> None:
         """A collective, once: find the :meth:`remote_groups`."""
@@ -103,7 +101,7 @@ class ReleasedStep:
         self._members: list[list[Reference]] = []
         self._number: ByParameter[int] = ByParameter()  # a parameter's bucket
         self._numbers: dict[int, int] = {}  # the same by `id()`, as long as the parameters are those of `_trainable`
-        self._basis: PlanKey | None = None  # of the plans; None: new ones are due
+        self._key: PlanKey | None = None  # of the plans; None: new ones are due
         self._others: list[Reference] = []  # parameters in no bucket
         # Of which `step()` takes care: it can ask other ranks whether they have the like.
         self._out_of_place: ByParameter[bool] = ByParameter()
@@ -209,7 +207,7 @@ class ReleasedStep:
         with self.streams.beside(members):
             copies.wait_for_saves()
             try:
-                self._update([number], _send_nothing)
+                self._update([number], in_backward=True)
             except OutOfPlace:
                 self._leave_to_step(members)
                 return
@@ -247,7 +245,7 @@ class ReleasedStep:
 
     def _begin(self) -> None:
         """Prepare a step, once for all its updates. Raises before anything is changed."""
-        self._stepping.check_groups(self._store.groups)
+        self._stepping.check_groups()
         self._store.resolve_pending()
         if not self._trainable.are(self._now_trainable()):
             self._choose_buckets()
@@ -282,7 +280,7 @@ class ReleasedStep:
         if not self._plans_fit([self.plans[number] for number in left]):
             self._make_plans()
         agreement = self._stepping.agreement
-        agreement.begin()
+        agreement.is_open = True
         try:
             self._place_gradients([*chain.from_iterable(self._members[number] for number in left[:-1]), *self._others])
             self._update(left)
@@ -304,23 +302,30 @@ class ReleasedStep:
         params = self._store.params
         out = {param for param in _alive(references) if is_misplaced(param, param.grad)}
         grads = [param.grad if param in out else None for param in params] if out else [None] * len(params)
-        facts = None if self._basis is None else self._basis.facts
+        facts = None if self._key is None else self._key.facts
         self._stepping.agreement.check_alike(CollectivesOfRank.of(params, grads, self._store.names, facts))
         for param, grad in zip(params, grads, strict=True):
             if grad is not None:
                 param.grad = placed_as(grad, param)
 
-    def _update(self, numbers: list[int], agree: Callable[[CollectivesOfRank], None] | None = None) -> None:
-        """Raises before anything is changed for gradients that do not fit their parameters."""
+    def _update(self, numbers: list[int], in_backward: bool = False) -> None:
+        """Raises before anything is changed for gradients that do not fit their parameters.
+
+        Raises OutOfPlace for misplaced gradients in the backward pass, where other ranks may not join in moving them.
+        """
         attribute, scalars = self._store.grad_attribute, self._stepping.scalars
         plans = [self.plans[number] for number in numbers]
-        if not all([plan.refresh(attribute, agree=agree) for plan in plans]):  # a parameter has left its device
+        stale = [plan.refresh(attribute) for plan in plans]
+        if None in stale:  # a parameter has left its device
             self._make_plans()
             plans = [self.plans[number] for number in numbers]
-            for plan in plans:
-                plan.refresh(attribute, agree=agree)
+            stale = [plan.refresh(attribute) for plan in plans]
+        for plan, changed in zip(plans, stale, strict=True):
+            if in_backward and any(is_misplaced(param, getattr(param, attribute)) for _, _, param in changed or ()):
+                raise OutOfPlace
+            plan.take(changed or ())
         for number, plan in zip(numbers, plans, strict=True):
-            counting = plan.groups_with_gradients
+            counting = plan.groups_with_gradients()
             plan.run(self._hypers_on, scalars.workspaces(plan.backends, self._store.groups), None)
             self._counting |= counting
             self._done.add(number)
@@ -337,7 +342,7 @@ class ReleasedStep:
 
     def _hypers_on(self, device: torch.device) -> list[Hyper]:
         if device not in self._hypers:
-            self._hypers[device] = self._stepping.hypers_on(device)
+            self._hypers[device] = self._stepping.hyperparameters.on(device)
         return self._hypers[device]
 
     def _hyperparameters(self) -> list[dict[str, Any]]:
@@ -346,7 +351,7 @@ class ReleasedStep:
         return [{key: _comparable(group[key]) for key in group if key in own} for group in self._store.groups]
 
     def _check_hyperparameters(self) -> None:
-        self._stepping.check_groups(self._store.groups)
+        self._stepping.check_groups()
         for number, (before, now) in enumerate(zip(self._begun_with, self._hyperparameters(), strict=False)):
             for key in before.keys() & now.keys():
                 if before[key] != now[key]:
@@ -371,7 +376,7 @@ class ReleasedStep:
             size = max(LEAST_BYTES, sum(map(_bytes_of_a_rank, chosen)) // MOST_BUCKETS)
         buckets = list(_cut(chosen, size))
         self._members = [list(map(reference_to, bucket)) for bucket in buckets]
-        self._basis = None  # plans are left where new ones are made: they know what others have written
+        self._key = None  # plans are left where new ones are made: they know what others have written
         self._number = ByParameter({param: number for number, bucket in enumerate(buckets) for param in bucket})
         self._numbers = {id(param): number for number, bucket in enumerate(buckets) for param in bucket}
         self._expect_all()
@@ -382,9 +387,9 @@ class ReleasedStep:
         attribute = store.grad_attribute
         return (
             bool(plans)
-            and self._basis is not None
+            and self._key is not None
             and all(plan.is_whole(attribute) for plan in plans)
-            and self._basis.matches(store.groups, store)
+            and self._key.matches()
         )
 
     def _make_plans(self) -> None:
@@ -395,8 +400,8 @@ class ReleasedStep:
             self._hypers.clear()
         others = [param for param in store.params if param not in self]
         self._others = list(map(reference_to, others))
-        self._basis = basis = PlanKey(store.groups, store, self._number.get)
-        self.plans = [Plan(store.groups, store, bucket, basis) for bucket in [*map(_alive, self._members), others]]
+        self._key = key = PlanKey(store, self._number.get)
+        self.plans = [Plan(store, bucket, key) for bucket in [*map(_alive, self._members), others]]
 
 
 def _bytes_of_a_rank(param: Tensor) -> int:
@@ -426,12 +431,6 @@ def _cut(params: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
 
 def _alive(bucket: Iterable[Reference]) -> list[Tensor]:
     return [param for reference in bucket if (param := reference()) is not None]
-
-
-def _send_nothing(own: CollectivesOfRank) -> None:
-    """In place of an agreement during backward, which other ranks may not join: raise OutOfPlace for misplaced ones."""
-    if own.misplaced:
-        raise OutOfPlace
 
 
 def _free(params: Iterable[Tensor]) -> None:

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from fused_optim import adapters
 from fused_optim.backends import is_capturing
 from fused_optim.backends.compiled import load_kernels
 from fused_optim.decorators import callers_level
 from fused_optim.memory import copies, replaced
-from fused_optim.memory.layout import INITIAL_LR, STEP
-from fused_optim.options.checks import check_decoupled_lr, check_hyperparameters, check_update, describe
-from fused_optim.options.table import OF_SETTINGS, Option, read_group, whole_number_of
+from fused_optim.options.checks import check_update, describe
+from fused_optim.options.table import OF_SETTINGS, OfOptimizers, Option
 from fused_optim.rules import Hyper
 from fused_optim.sharding.collective import announce_failure, any_rank, each_on_any_rank
 from fused_optim.sharding.dtensor import local_tensor
@@ -26,11 +26,12 @@ from fused_optim.state.groups import Group
 from fused_optim.state.store import StateStore
 from fused_optim.state.summary import choices_without_effect
 from fused_optim.step.agreement import Agreement, CollectivesOfRank, agree_on_params
+from fused_optim.step.amp import amp_scalars, mark_stepped
 from fused_optim.step.buckets import NO_SCALER, Choice, ReleasedStep
 from fused_optim.step.conversion import convert, stale_formats
 from fused_optim.step.deferred_clip import DeferredClip
 from fused_optim.step.plan import Plan, check_capturable
-from fused_optim.step.scalars import DeviceScalars, host_lr, is_capturable_on, on_device
+from fused_optim.step.scalars import DeviceScalars, Hyperparameters
 from fused_optim.step.skip import Skips
 from fused_optim.step.synthetic import any_nonzero, may_be_synthetic
 
@@ -46,7 +47,9 @@ class Stepper:
         self.skips = Skips(skipped)
         self.skip_group: ProcessGroup | None = None  # whose ranks skip together; None: the default one
         self.scalars = DeviceScalars()
+        self.hyperparameters = Hyperparameters(store, self.scalars)
         self._plan: Plan | None = None
+        self._planned_changes = 0  # of hyperparameters, when the plan was made
         self.buckets: ReleasedStep | None = None  # of its steps; None: they are made at once
         self.agreement = Agreement(lambda: store.params)
         self.clipping = DeferredClip(store, self.scalars, self.skips, self.agreement)
@@ -82,6 +85,8 @@ class Stepper:
         """Drop the plan. The store remembers the parameters' versions from then on."""
         if plans := self._plans():
             self._sync_written(plans)
+            for plan in plans:
+                self.scalars.retire(plan.measured)
             self._plan = None
             if self.buckets is not None:
                 self.buckets.plans = []
@@ -107,7 +112,7 @@ class Stepper:
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    def step(self, ask_scaler: Callable[[], Scaling]) -> None:
+    def step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
         """Update every parameter that has a gradient. Raises before anything is changed."""
         if self.buckets is not None:
             self.buckets.check_backward_is_over("step()")
@@ -115,20 +120,23 @@ class Stepper:
         capturing = is_capturing()
         if capturing:
             self._check_capture()
-        self._store.resolve_pending()
-        scaling = ask_scaler()
-        if self.buckets is not None and scaling != (None, None):
-            raise RuntimeError(NO_SCALER)
-        groups = self._store.groups
+        if self._plan is None:  # what is loaded leaves the plan
+            self._store.resolve_pending()
+        scaling = amp_scalars(optimizer, scaler)
         if self.buckets is not None:
+            if scaling != (None, None):
+                raise RuntimeError(NO_SCALER)
             self.buckets.finish()
-        elif not capturing and self._is_synthetic(groups):
+        elif self._plan is None and not capturing and self._is_synthetic():
             self._store.create()
             self.prepare_capture()
             self.clipping.drop()
         else:
-            self._update(groups, self._checked_plan(groups, scaling[0] is not None), scaling, capturing)
-        self._store.offloading.synchronize()
+            self._update(self._refreshed_plan(scaled=scaling[0] is not None), scaling, capturing)
+        if self._store.settings.offload_states:
+            self._store.offloading.synchronize()
+        if scaler is not None:
+            mark_stepped(optimizer, scaler)
 
     def prepare_capture(self) -> None:
         """Upload learning rates and count steps for captured steps; nothing without ``capturable``."""
@@ -159,14 +167,14 @@ class Stepper:
                 hint = "run one warm-up step or initialize_state() before capture"
                 raise RuntimeError(f"CUDA graph capture: {describe(param, index, name)} has no states yet; {hint}")
 
-    def _is_synthetic(self, groups: Sequence[Group]) -> bool:
+    def _is_synthetic(self) -> bool:
         """True if this first step is to create states only.
 
         What only all ranks together know is asked before the first step, by all of them whatever they did before: where
         uneven shards lie and, if every learning rate is 0, whether there is a gradient. Where a rank refuses its
         gradients, it tells the others.
         """
-        resting = may_be_synthetic(groups)
+        resting = may_be_synthetic(self._groups)
         if self._left_out is not None and self._knows_offsets and not resting:
             return False
         params = self._store.params
@@ -218,28 +226,17 @@ class Stepper:
         agree_on_params(self._store)
         self._store.sync_params()
 
-    def check_groups(self, groups: Sequence[Group]) -> None:
+    def check_groups(self) -> None:
         """Read what was written into running param groups as plain values. Raises ValueError or TypeError.
 
         RuntimeError where the model has other parameters in the places of some.
         """
         if self._times_replaced != replaced.times:
             self._check_replaced()
-        defaults, rule = self._store.defaults, self._store.rule
-        for number, group in enumerate(groups):
-            try:
-                read = read_group(group, defaults)
-                check_hyperparameters({**group, **read} if read else group, rule, running=True)
-                if self._store.settings.decoupled_lr:
-                    check_decoupled_lr(group, rule.for_group(group))
-                if type(group[STEP]) is not int:
-                    whole_number_of(STEP, group[STEP])
-                group.update(read)
-            except KeyError as error:
-                hint = "it keeps its hyperparameters and its algorithm: make a new optimizer for others"
-                raise ValueError(f"param group {number} has no {error.args[0]!r} any more; {hint}") from error
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"param group {number}: {error}") from error
+        self.hyperparameters.check()
+        if self._planned_changes != self.hyperparameters.planned_changes:
+            self._planned_changes = self.hyperparameters.planned_changes
+            self.leave_plan()
 
     def _check_replaced(self) -> None:
         now = replaced.times
@@ -251,7 +248,7 @@ class Stepper:
 
     def _checked_grads(self) -> list[Tensor]:
         """All gradients by parameter. Raises for unusable gradients and hyperparameters."""
-        self.check_groups(self._groups)
+        self.check_groups()
         grads = []
         for index, (param, name) in enumerate(zip(self._store.params, self._store.names, strict=True)):
             grad = self._store.gradient(param)
@@ -301,10 +298,12 @@ class Stepper:
             self.buckets.check_idle(what)
 
     def check_option(self, option: Option[Any], value: object) -> None:
-        """Raise RuntimeError if this option of the optimizer cannot be changed now."""
+        """Before an option of the optimizer is set. Raises RuntimeError if it cannot be set now."""
         if self.buckets is not None:
             self.buckets.check_idle(option.name)
             option.check_release(value)
+        if option in (OfOptimizers.seed, OfOptimizers.skip_nonfinite):  # which plans are made with
+            self.leave_plan()
 
     def refuse_in_buckets(self, what: str) -> None:
         """Raise RuntimeError if an option needs all gradients at once."""
@@ -324,37 +323,36 @@ class Stepper:
         self.leave_plan()
         self._convert_formats()
 
-    def hypers_on(self, device: torch.device) -> list[Hyper]:
-        """The scalars of a step made now, without clipping."""
-        return self._hypers(self._groups, device)
-
     # --- a whole step -----------------------------------------------------------------------------------------------
 
-    def _checked_plan(self, groups: Sequence[Group], scaled: bool) -> Plan:
-        self.agreement.begin()
+    def _refreshed_plan(self, scaled: bool) -> Plan:
+        """The plan, with this step's gradients. Raises before anything is changed, on all ranks that would wait."""
+        attribute, agreement = self._store.grad_attribute, self.agreement
+        agreement.is_open = True  # others may ask this rank
         try:
             if self.clipping.due is not None:
                 self.clipping.check()
-            return self._refreshed_plan(groups, scaled)
+            self.check_groups()
+            plan = self._plan
+            if plan is None or not (plan.is_whole(attribute) and plan.key.matches()):
+                plan = self._new_plan()
+            stale = plan.refresh(attribute, scaled)
+            if stale is None:
+                plan = self._new_plan()
+                stale = plan.refresh(attribute, scaled) or ()
+            if stale or plan.is_new or plan.has_matrices or agreement.asks_in_each_step:
+                agreement.check_alike(plan.collectives(stale))
+            plan.take(stale)
         except Exception:
-            self.agreement.abort()
+            agreement.abort()
             self._abandon_skips()
             raise
+        return plan
 
     def _abandon_skips(self) -> None:
         """Join the collective that decides on skips, since this rank raises an error: the other ranks skip the step."""
         if self._store.settings.skip_nonfinite:
             self.skips.abandon(self.skip_group)
-
-    def _refreshed_plan(self, groups: Sequence[Group], scaled: bool) -> Plan:
-        self.check_groups(groups)
-        plan, attribute = self._plan, self._store.grad_attribute
-        if plan is None or not plan.fits(groups, attribute):
-            plan = self._new_plan()
-        if not plan.refresh(attribute, scaled, self.agreement.check_alike):
-            plan = self._new_plan()
-            plan.refresh(attribute, scaled, self.agreement.check_alike)
-        return plan
 
     def _new_plan(self) -> Plan:
         store = self._store
@@ -364,12 +362,10 @@ class Stepper:
             store.create()
             self.prepare_capture()
         self._warn_once()
-        if self._plan is not None:
-            self.scalars.retire(self._plan.measured)
         store.import_external()
         self.leave_plan()
         self._convert_formats()
-        self._plan = Plan(self._groups, store)
+        self._plan = Plan(store)
         return self._plan
 
     def _convert_formats(self) -> None:
@@ -389,10 +385,10 @@ class Stepper:
             if group["params"] and not any(map(self._store.has_own_states, group["params"])):
                 group["step"] = 0
 
-    def _update(self, groups: Sequence[Group], plan: Plan, scaling: Scaling, capturing: bool) -> None:
+    def _update(self, plan: Plan, scaling: Scaling, capturing: bool) -> None:
         grad_scale, found_inf = scaling
-        settings, devices = self._store.settings, plan.backends
-        counting = plan.groups_with_gradients  # the param groups that this step advances
+        groups, settings, devices = self._groups, self._store.settings, plan.backends
+        counting = plan.groups_with_gradients()  # the param groups that this step advances
         if len(counting) < len(groups):
             counting |= self.remote_groups()
         if capturing:
@@ -409,13 +405,15 @@ class Stepper:
             self.scalars.prepare(devices, groups, capturing)
         elif found_inf is not None and bool(found_inf):
             counting = set()
+        clips = self.clipping.due is not None or settings.capturable
 
         def hypers(device: torch.device) -> list[Hyper]:
-            factor, counted = self.clipping.factor(device), counting if counted_there else ()
-            return self._hypers(groups, device, counted, (grad_scale, factor, found_inf))
+            factor = self.clipping.factor(device) if clips else None
+            return self.hyperparameters.on(device, grad_scale, factor, found_inf, counting if counted_there else ())
 
-        plan.run(hypers, self.scalars.workspaces(devices, groups), found_inf)
-        self.clipping.serve(devices)
+        plan.run(hypers, self.scalars.workspaces(devices, groups) if plan.is_on_gpu else {}, found_inf)
+        if clips:
+            self.clipping.serve(devices)
         if not capturing:
             for number in counting:
                 groups[number]["step"] = int(groups[number]["step"]) + 1
@@ -444,45 +442,4 @@ class Stepper:
         """The scalars of a step made now, without a GradScaler's scale, for ``diagnostics()``."""
         self.refuse_in_buckets("diagnostics()")
         self.clipping.check()
-
-        def hypers(device: torch.device) -> list[Hyper]:
-            return self._hypers(self._groups, device, scalars=(None, self.clipping.factor(device), None))
-
-        return hypers
-
-    def _hypers(
-        self,
-        groups: Sequence[Group],
-        device: torch.device,
-        counted: Collection[int] = (),
-        scalars: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
-    ) -> list[Hyper]:
-        """The scalars of a step. ``counted``: groups that the device counts; ``scalars``: scale, factor, found_inf."""
-        settings, rules = self._store.settings, self._store.rule
-        reads_rates = is_capturable_on(device, settings)
-        scale, factor, skip = [None if scalar is None else on_device(scalar, device) for scalar in scalars]
-        hypers = []
-        for number, group in enumerate(groups):
-            rule, on_host = rules.for_group(group), host_lr(group)
-            lr: float | Tensor
-            if on_host is None:
-                lr = on_device(group["lr"], device)
-            else:
-                lr = self.scalars.lr(device, number) if reads_rates else on_host
-            hyper = Hyper(
-                rule=rule,
-                lr=lr,
-                values=rule.hyperparameters(group),
-                decoupled=rule.decoupled,
-                weight_decay=float(group["weight_decay"]) / (group[INITIAL_LR] if settings.decoupled_lr else 1.0),
-                step=int(group["step"]) + 1,
-                maximize=group["maximize"],
-                stochastic_rounding=settings.stochastic_rounding,
-                grad_scale=scale,
-                grad_factor=factor,
-                found_inf=skip,
-                steps_done=self.scalars.step(device, number) if number in counted else None,
-                orthogonalization=rule.orthogonalization(group) if rule.whole_matrices else None,
-            )
-            hypers.append(hyper)
-        return hypers
+        return lambda device: self.hyperparameters.on(device, factor=self.clipping.factor(device))

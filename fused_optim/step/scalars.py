@@ -1,4 +1,4 @@
-"""Scalars that a step reads and writes on its device: step counters and learning rates.
+"""The scalars of a step: hyperparameters, and what it reads and writes on its device: step counters, learning rates.
 
 CUDA graphs replay a step without Python, and a step that ``found_inf`` skips must not count although the host does not
 know of it. So in both cases the true step counter is on the device.
@@ -6,15 +6,21 @@ know of it. So in both cases the true step counter is on the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fused_optim.options.table import Settings
+from fused_optim.memory.layout import INITIAL_LR, STEP
+from fused_optim.options.checks import check_decoupled_lr, check_hyperparameters, check_number
+from fused_optim.options.table import Settings, read_group, whole_number_of
+from fused_optim.rules import Hyper, Orthogonalization, Rule
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.state.groups import Group
+from fused_optim.state.store import StateStore
 
 Groups = Sequence[Group]
 
@@ -157,6 +163,129 @@ class DeviceScalars:
         """Graphs that were captured go on writing to what they know, although nothing else uses it any more."""
         if self.captured:
             self._retired.append(memory)
+
+
+_COMPARED = (float, int, bool, str, tuple, list)  # by value; all else by identity
+
+
+class _GroupRead(NamedTuple):
+    """A param group as it was last checked. ``known``: its options but the learning rate; ``size``: of the dict."""
+
+    known: Mapping[str, Any]
+    size: int
+    planned: list[Any]  # formats, and the rule's keys that decide collectives
+    rule: Rule
+    values: Mapping[str, float]
+    weight_decay: float
+    maximize: bool
+    orthogonalization: Orthogonalization | None
+
+    def matches(self, group: Group) -> bool:
+        """True if the group was not written since, but for the learning rate, which still is a float."""
+        if len(group) != self.size or type(group.get("lr")) is not float:
+            return False
+        for key, value in self.known.items():
+            given = group.get(key, self)
+            if given is not value and not (type(given) is type(value) in _COMPARED and given == value):
+                return False
+        return True
+
+
+class Hyperparameters:
+    """The hyperparameters of an optimizer's param groups.
+
+    ``planned_changes`` counts changes of formats and of keys that decide collectives: earlier plans no longer fit then.
+    """
+
+    def __init__(self, store: StateStore, scalars: DeviceScalars) -> None:
+        self._store, self._scalars = store, scalars
+        self._read: list[_GroupRead] = []
+        self.planned_changes = 0
+
+    def check(self) -> None:
+        """Read what was written into running param groups as plain values. Raises ValueError or TypeError."""
+        del self._read[len(self._store.groups) :]
+        for number, group in enumerate(self._store.groups):
+            try:
+                if number < len(self._read) and self._read[number].matches(group):
+                    check_number("lr", group["lr"], -math.inf)
+                else:
+                    before, read = self._read[number : number + 1], self._check(group)
+                    self.planned_changes += not before or before[0].planned != read.planned
+                    self._read[number : number + 1] = [read]
+                if type(group[STEP]) is not int:
+                    whole_number_of(STEP, group[STEP])
+            except KeyError as error:
+                hint = "it keeps its hyperparameters and its algorithm: make a new optimizer for others"
+                raise ValueError(f"param group {number} has no {error.args[0]!r} any more; {hint}") from error
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"param group {number}: {error}") from error
+
+    def _check(self, group: Group) -> _GroupRead:
+        store = self._store
+        read, rule = read_group(group, store.defaults), store.rule.for_group(group)
+        check_hyperparameters({**group, **read} if read else group, store.rule, running=True)
+        if store.settings.decoupled_lr:
+            check_decoupled_lr(group, rule)
+        group.update(read)
+        keys = [key for key in (*store.defaults, INITIAL_LR) if key in group and key != "lr"]
+        planned = [*(spec.option for spec in store.rule.states), *rule.collective_keys]
+        return _GroupRead(
+            known={key: _copied(group[key]) for key in keys},
+            size=len(group),
+            planned=[_copied(group.get(key)) for key in planned],
+            rule=rule,
+            values=rule.hyperparameters(group),
+            weight_decay=float(group["weight_decay"]) / (group[INITIAL_LR] if store.settings.decoupled_lr else 1.0),
+            maximize=group["maximize"],
+            orthogonalization=rule.orthogonalization(group) if rule.whole_matrices else None,
+        )
+
+    def on(
+        self,
+        device: torch.device,
+        scale: Tensor | None = None,
+        factor: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        counted: Collection[int] = (),
+    ) -> list[Hyper]:
+        """The scalars of the next step by param group, as they were last checked.
+
+        Gradients are divided by ``scale`` and multiplied by ``factor``; ``found_inf``: not 0 skips the step.
+        ``counted``: groups whose steps the device counts.
+        """
+        settings = self._store.settings
+        reads_rates = is_capturable_on(device, settings)
+        scale, factor, found_inf = [s if s is None else on_device(s, device) for s in (scale, factor, found_inf)]
+        hypers = []
+        for number, (group, read) in enumerate(zip(self._store.groups, self._read, strict=True)):
+            lr: float | Tensor | None = host_lr(group)
+            if lr is None:
+                lr = on_device(group["lr"], device)
+            elif reads_rates:
+                lr = self._scalars.lr(device, number)
+            hyper = Hyper(
+                rule=read.rule,
+                lr=lr,
+                values=read.values,
+                decoupled=read.rule.decoupled,
+                weight_decay=read.weight_decay,
+                step=int(group[STEP]) + 1,
+                maximize=read.maximize,
+                stochastic_rounding=settings.stochastic_rounding,
+                grad_scale=scale,
+                grad_factor=factor,
+                found_inf=found_inf,
+                steps_done=self._scalars.step(device, number) if number in counted else None,
+                orthogonalization=read.orthogonalization,
+            )
+            hypers.append(hyper)
+        return hypers
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a list, which can be changed in place; any other value itself."""
+    return list(value) if isinstance(value, list) else value
 
 
 def _refuse(capturing: bool, reason: str) -> None:

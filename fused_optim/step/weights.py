@@ -12,7 +12,6 @@ from fused_optim import adapters
 from fused_optim.adapters import Batch, Fractions, Update
 from fused_optim.backends.compiled import Identities
 from fused_optim.formats.masters import Master
-from fused_optim.formats.rounding import rounding_key
 from fused_optim.memory.by_parameter import Reference
 from fused_optim.memory.layout import StateLayout
 from fused_optim.rules import Hyper
@@ -33,40 +32,40 @@ class WeightUpdate:
 
 @dataclass(frozen=True)
 class Weight:
-    """A quantized parameter: the number of its group, its layout, and that of its sequence of rounding."""
+    """A quantized parameter: the number of its group, its layout, and the key of its sequence of rounding."""
 
     param_ref: Reference
     group: int
     layout: StateLayout
-    rounding: int
+    key: int
 
 
 class WeightUpdates:
     """The updates of a plan's quantized parameters, by their positions in the param groups."""
 
-    def __init__(self, weights: dict[int, Weight], seed: int) -> None:
-        self._weights, self._seed = weights, seed
-        self._lasting: dict[int, WeightUpdate] = {}  # of those with targets: at every step until they are put again
-        self._passing: dict[int, WeightUpdate] = {}  # of this step
+    def __init__(self, weights: dict[int, Weight]) -> None:
+        self._weights = weights
+        self._reusable: dict[int, WeightUpdate] = {}  # of those with targets: at every step until they are put again
+        self._one_step: dict[int, WeightUpdate] = {}  # of this step
         # The last step's updates, as long as the same parameters are updated by the same ones.
         self._batches: list[Batch] | None = None
         self._batched = Identities(())
 
-    def put(self, index: int, values: WeightUpdate, lasts: bool) -> None:
+    def put(self, index: int, values: WeightUpdate, reusable: bool) -> None:
         self._batches = None
-        if lasts:
-            self._lasting[index] = values
+        if reusable:
+            self._reusable[index] = values
         else:
-            self._lasting.pop(index, None)
-            self._passing[index] = values
+            self._reusable.pop(index, None)
+            self._one_step[index] = values
 
     def drop_param(self, index: int) -> None:
         self._batches = None
-        for kept in (self._weights, self._lasting, self._passing):
+        for kept in (self._weights, self._reusable, self._one_step):
             kept.pop(index, None)
 
     def end_step(self) -> None:
-        self._passing.clear()
+        self._one_step.clear()
         if self._batches and not all(batch.lasts for batch in self._batches):
             self._batches = None
 
@@ -74,8 +73,6 @@ class WeightUpdates:
         self, attribute: str, updated: Sequence[Tensor], hypers: Mapping[torch.device, list[Hyper]]
     ) -> list[Batch]:
         """The batches of a step over ``updated`` parameters, quantized or not, whose gradients are in ``attribute``."""
-        if not self._weights:
-            return []
         if self._batches is None or not self._batched.are(updated):
             self._batches = adapters.batches(self._updates(attribute, hypers))
             self._batched = Identities(updated)
@@ -90,7 +87,7 @@ class WeightUpdates:
             if getattr(param, attribute, None) is None:
                 update = Update(param, None)
             else:
-                update = (self._lasting.get(index) or self._passing[index]).of(param)
+                update = (self._reusable.get(index) or self._one_step[index]).of(param)
             if weight.layout.master is Master.PARAMETER:
                 hyper = hypers[local_tensor(param).device][weight.group]
                 update = replace(update, fractions=self._fractions(weight, hyper))
@@ -102,4 +99,4 @@ class WeightUpdates:
         if not hyper.stochastic_rounding:
             return None
         step = hyper.step if hyper.steps_done is None else hyper.steps_done  # counted already
-        return Fractions(rounding_key(self._seed, weight.rounding), weight.layout.geometry, step)
+        return Fractions(weight.key, weight.layout.geometry, step)

@@ -131,7 +131,7 @@ def test_passes_refuse_what_they_do_not_know(device: str) -> None:
     optimizer = make(device)
     step(optimizer, 0)
     (part,) = optimizer.stepper._plans()[0].parts
-    table, where = part.shards._kept._table, part.shards._kept._where(None)
+    table, where = part.shards._table, part.shards._set_groups([], None)
     address = optimizer.store.params[0].data_ptr()
     with pytest.raises(ValueError, match="for each the values"):
         table.launch_matrix_pass(True, [0, 1], [address], [1], **where)

@@ -20,7 +20,7 @@ from fused_optim.backends import load_engine
 from fused_optim.quantized import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, QuantizedTensor, Recipe
 from peers import FusedAdamW
 
-MOST = {"plain": 181, "decoupled": 181, "mxfp8": 205, "delayed": 245, "current": 250}  # with Python 3.12 fewer
+MOST = {"plain": 113, "decoupled": 113, "mxfp8": 140, "delayed": 178, "current": 184}  # with Python 3.12 fewer
 RECIPES: dict[str, Recipe] = {
     "mxfp8": MXFP8BlockScaling(),
     "delayed": Float8DelayedScaling(),
@@ -80,7 +80,3 @@ def test_a_step_makes_few_calls_whatever_the_number_of_parameters(kind: str) -> 
     few, many = calls_of_a_step(kind, 2), calls_of_a_step(kind, 20)
     assert many == few
     assert 0 < few.total() <= MOST[kind], few
-
-
-def test_a_step_asks_for_the_param_groups_once() -> None:
-    assert calls_of_a_step("plain", 2)["StateStore.groups"] == 1

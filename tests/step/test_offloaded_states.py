@@ -166,10 +166,10 @@ def test_chunks_are_planned_while_others_are_under_way(engine: str) -> None:
     def noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: (events.append(name), method(*args))[1]
 
-    shards, link = offloaded.OffloadedShards, offloaded.HostTransfer
+    link = offloaded.HostTransfer
     with (
         offloading(1 << 10),
-        mock.patch.object(shards, "_parts", noting("planned", shards._parts)),
+        mock.patch.object(offloaded, "_cut", noting("planned", offloaded._cut)),
         mock.patch.object(link, "moved", noting("moved", link.moved)),
     ):
         train(optimizer, range(1, 2))
