@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
@@ -15,7 +14,7 @@ from fused_optim.adam import EXP_AVG, EXP_AVG_SQ, Adam
 from fused_optim.decorators import between_graphs, entry
 from fused_optim.formats.dtypes import as_dtype
 from fused_optim.formats.elements import ELEMENT_TYPES
-from fused_optim.matrices.newton_schulz import coefficients_of
+from fused_optim.matrices.newton_schulz import SCALES, coefficients_of
 from fused_optim.matrices.passes import MOMENTUM_BUFFER, MomentumPass
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import check_number, whole_number
@@ -29,17 +28,6 @@ _OF_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "ns_dtype", "
 _HOW = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn")
 _OF_ADAM = ("betas", "bias_correction")
 _ADAMS_EPS = 1e-8
-
-
-def _original(rows: int, columns: int) -> float:
-    return math.sqrt(max(1.0, rows / columns))
-
-
-def _match_rms_adamw(rows: int, columns: int) -> float:
-    return 0.2 * math.sqrt(max(rows, columns))
-
-
-_SCALES = {None: _original, "original": _original, "match_rms_adamw": _match_rms_adamw}
 
 
 @dataclass
@@ -72,7 +60,7 @@ class Muon(MomentumPass):
         if not whole_number("ns_steps", group["ns_steps"], 0) < 100:
             raise ValueError(f"ns_steps: expected less than 100, got {group['ns_steps']}")
         coefficients_of(group["ns_coefficients"], group["ns_steps"])
-        if group["adjust_lr_fn"] not in _SCALES:
+        if group["adjust_lr_fn"] not in SCALES:
             raise ValueError(f"adjust_lr_fn: expected 'original' or 'match_rms_adamw', got {group['adjust_lr_fn']!r}")
         if as_dtype(group["ns_dtype"]) not in ELEMENT_TYPES:
             raise ValueError(f"ns_dtype: expected 'bfloat16', 'float16' or 'float32', got {group['ns_dtype']}")
@@ -89,7 +77,7 @@ class Muon(MomentumPass):
             coefficients=coefficients_of(group["ns_coefficients"], group["ns_steps"]),
             eps=float(group["eps"]),
             dtype=dtype,
-            scale=_SCALES[group["adjust_lr_fn"]],
+            scale=SCALES[group["adjust_lr_fn"]],
             splits=tuple(group["splits"] or ()),
             rotates=as_dtype(group[MOMENTUM_BUFFER.option]) != torch.float32,
         )

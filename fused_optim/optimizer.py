@@ -386,7 +386,9 @@ class ShardedOptimizer(Publisher, OfOptimizers):
         call ``scaler.unscale_`` first: the norm is that of the gradients as they are. Without host synchronisation
         unless ``error_if_nonfinite``.
         """
-        return self.stepper.clip(max_norm, norm_type, error_if_nonfinite)
+        if self.stepper.buckets is not None:
+            self.stepper.refuse_in_buckets("clip_grad_norm_()")
+        return self.stepper.clipping.measure(max_norm, norm_type, error_if_nonfinite)
 
     @observed
     @declared_without("kwargs")

@@ -202,26 +202,30 @@ class Exchange:
         target = source.new_empty(route.coming.numel)
         self._delivery = self._on_mesh.send(source, target, route.sent, route.coming)
         self.updates.clear()
-        del self._memory  # which the delivery has
+        self._memory = source.new_empty(0)  # the delivery has it
 
     def work(self, do: Orthogonalize) -> None:
         """Orthogonalize what this rank owns."""
-        route, on_mesh = self._route, self._on_mesh
-        results = self._orthogonalized(do)
-        if on_mesh.is_local:
-            self._join(results)
+        route, on_mesh, memory = self._route, self._on_mesh, self._memory
+        if self._delivery is not None:
+            come = self._delivery.wait()
+            memory = torch.empty(route.numel, dtype=come.dtype, device=on_mesh.device)
+            copy_regions(memory, come, route.gathered)
+            self._delivery = None
+            del come
+        whole = [region.of(memory) for region in route.matrices.values()]
+        results = dict(zip(route.mine, do(on_mesh.matrices(route.mine), whole), strict=True))
+        del memory, whole  # before there is memory for what is sent back
+        if on_mesh.is_local:  # those of a parameter lie one behind the other
+            nothing = torch.empty(0, dtype=self._dtypes.made, device=on_mesh.shard_device)
+            for param, numbers in route.held_of.items():
+                own = [results[n].view(-1) for n in numbers]
+                self._made[param] = own[0] if len(own) == 1 else torch.cat(own or [nothing])
             return
         source = torch.empty(route.returning.numel, dtype=self._dtypes.made, device=on_mesh.device)
         copy_all([(to.of(source), piece.of_matrix(results[n])) for to, n, piece in route.returned])
         target = source.new_empty(route.made.numel)
         self._delivery = on_mesh.send(source, target, route.returning, route.back)
-
-    def _orthogonalized(self, do: Orthogonalize) -> dict[int, Tensor]:
-        mine = self._route.mine
-        memory = self._memory if self._delivery is None else self._whole_matrices(self._delivery)
-        self._delivery = None
-        whole = [region.of(memory) for region in self._route.matrices.values()]
-        return dict(zip(mine, do(self._on_mesh.matrices(mine), whole), strict=True))
 
     def end(self) -> dict[int, Tensor]:
         """The local parts of what was made, flat, by parameter."""
@@ -230,18 +234,3 @@ class Exchange:
             copy_regions(target, target, [(shard, there) for there, shard in self._route.made.apart])
             self._made = self._route.made.of_params(target)
         return self._made
-
-    def _whole_matrices(self, delivery: Delivery) -> Tensor:
-        come = delivery.wait()
-        memory = torch.empty(self._route.numel, dtype=come.dtype, device=self._on_mesh.device)
-        copy_regions(memory, come, self._route.gathered)
-        return memory
-
-    def _join(self, results: Mapping[int, Tensor]) -> None:
-        """Results of matrices that this rank holds and owns; those of a parameter lie one behind the other."""
-        for param, numbers in self._route.held_of.items():
-            own = [results[n].view(-1) for n in numbers]
-            self._made[param] = own[0] if len(own) == 1 else torch.cat(own or [self._nothing()])
-
-    def _nothing(self) -> Tensor:
-        return torch.empty(0, dtype=self._dtypes.made, device=self._on_mesh.shard_device)

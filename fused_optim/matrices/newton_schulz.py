@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,18 @@ _SEQUENCES: dict[str, tuple[Triple, ...]] = {
     "polar_express": (*((a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in _POLAR_EXPRESS), _LAST),
     "deepseek_v4": (*(_JORDAN,) * 8, (2.0, -1.5, 0.5)),
 }
+
+
+def _original(rows: int, columns: int) -> float:
+    return math.sqrt(max(1.0, rows / columns))
+
+
+def _match_rms_adamw(rows: int, columns: int) -> float:
+    return 0.2 * math.sqrt(max(rows, columns))
+
+
+# By `adjust_lr_fn`, as of torch.optim.Muon: the factor of an update by its matrix's (rows, columns).
+SCALES = {None: _original, "original": _original, "match_rms_adamw": _match_rms_adamw}
 
 
 def coefficients_of(given: Any, steps: int) -> tuple[Triple, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fused_optim.formats.arithmetic import fma
 from fused_optim.rules import DESCENT as DESCENT_SPEC
-from fused_optim.rules import MUON, Hyper, Rule, Scalars, averaging
+from fused_optim.rules import MUON, Rule, Scalars, averaging
 
 (MOMENTUM_BUFFER,) = MUON.states
 
@@ -50,16 +50,3 @@ class DescentPass(Rule):
 
 
 MOMENTUM, DESCENT = MomentumPass(), DescentPass()
-
-
-def before_matrices(hyper: Hyper) -> Hyper:
-    """For :class:`MomentumPass`. With FP32 momentum the matrix that comes out of it is rounded to nearest."""
-    how = hyper.orthogonalization  # None: of a group of other parameters
-    return hyper._replace(
-        rule=MOMENTUM, stochastic_rounding=hyper.stochastic_rounding and how is not None and how.rotates
-    )
-
-
-def after_matrices(hyper: Hyper) -> Hyper:
-    """For :class:`DescentPass`, whose direction has the gradient's scale, sign and clipping in it."""
-    return hyper._replace(rule=DESCENT, grad_scale=None, grad_factor=None, maximize=False)

@@ -19,7 +19,7 @@ from fused_optim.formats.masters import Master
 from fused_optim.matrices.exchange import Dtypes, Exchange, MatricesOnMesh
 from fused_optim.matrices.orthogonalize import orthogonalize
 from fused_optim.matrices.owners import MOST_TO_MEAN, Matrix
-from fused_optim.matrices.passes import DESCENT, MOMENTUM, after_matrices, before_matrices
+from fused_optim.matrices.passes import DESCENT, MOMENTUM
 from fused_optim.memory.by_parameter import reference_to
 from fused_optim.memory.layout import MASTER, StateLayout
 from fused_optim.rules import Hyper, Orthogonalization, Rule
@@ -78,7 +78,9 @@ class MatrixUpdate:
             self.shards = ReferenceShards(groups)
         else:
             self.shards = CompiledShards(device, backend, groups, group_count, MOMENTUM)
-        self._how: list[Orthogonalization] = []
+        self._of_group: list[Orthogonalization | None] = []
+        self._how: list[Orthogonalization] = []  # by shard
+        self._is_local = True  # no matrix is moved
         self._kinds: list[Kind] = []
         self._buckets: list[Bucket] = []
 
@@ -91,7 +93,7 @@ class MatrixUpdate:
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
         """Update all shards that have a gradient."""
         self._choose_buckets(hypers)
-        ahead = 0 if all(on_mesh.is_local for _, meshes in self._buckets for on_mesh, _ in meshes) else 1
+        ahead = 0 if self._is_local else 1
         if ahead and is_capturing():
             raise RuntimeError(
                 "CUDA graph capture: FusedMuon moves parts of sharded matrices, which a graph cannot hold"
@@ -129,18 +131,29 @@ class MatrixUpdate:
 
     def _choose_buckets(self, hypers: list[Hyper]) -> None:
         of_group = [hyper.orthogonalization for hyper in hypers]
-        self._how = [_given(of_group[group]) for group in self._groups]
+        if of_group == self._of_group:
+            return
+        self._of_group, self._how = of_group, [how for group in self._groups if (how := of_group[group]) is not None]
         kinds = list(map(Kind.of, self._how))
         if not self._buckets or kinds != self._kinds:
             params = {i: param for i, ref in enumerate(self._params) if (param := ref()) is not None}
             self._buckets, self._kinds = in_buckets(params, kinds), kinds
+            self._is_local = all(on_mesh.is_local for _, meshes in self._buckets for on_mesh, _ in meshes)
 
     def _begin(self, own: list[int], meshes: list[OnMesh], hypers: list[Hyper], workspace: Tensor | None) -> _UnderWay:
         exchanges = [on_mesh.begin(own, dtypes) for on_mesh, dtypes in meshes]
         updates: dict[int, Tensor] = {}
         for exchange in exchanges:
             updates |= exchange.updates
-        self._pass(MOMENTUM, {i: updates[i] for i in own}, list(map(before_matrices, hypers)), workspace)
+        # With FP32 momentum the matrix that comes out of the pass is rounded to nearest.
+        entering = [
+            h._replace(
+                rule=MOMENTUM,
+                stochastic_rounding=h.stochastic_rounding and bool(h.orthogonalization and h.orthogonalization.rotates),
+            )
+            for h in hypers
+        ]
+        self._pass(MOMENTUM, {i: updates[i] for i in own}, entering, workspace)
         for exchange in exchanges:
             exchange.send()
         return _UnderWay(own, exchanges)
@@ -152,8 +165,9 @@ class MatrixUpdate:
         made: dict[int, Tensor] = {}
         for exchange in bucket.exchanges:
             made |= exchange.end()
-        values = {i: made[i] for i in bucket.members}
-        self._pass(DESCENT, values, list(map(after_matrices, hypers)), workspace)
+        # The direction has the gradient's scale, sign and clipping in it.
+        leaving = [h._replace(rule=DESCENT, grad_scale=None, grad_factor=None, maximize=False) for h in hypers]
+        self._pass(DESCENT, {i: made[i] for i in bucket.members}, leaving, workspace)
 
 
 def in_buckets(params: dict[int, Tensor], kinds: Sequence[Kind]) -> list[Bucket]:
@@ -221,11 +235,6 @@ def _by_dtypes(
         work[mesh] = on_mesh.work if busy is None else [a + b for a, b in zip(on_mesh.work, busy, strict=True)]
         made.append((on_mesh, dtypes))
     return made
-
-
-def _given(how: Orthogonalization | None) -> Orthogonalization:
-    assert how is not None
-    return how
 
 
 def _entering(work: ShardWork, update: Tensor) -> ShardWork:

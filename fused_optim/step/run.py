@@ -28,8 +28,8 @@ from fused_optim.state.summary import choices_without_effect
 from fused_optim.step.agreement import Agreement, CollectivesOfRank, agree_on_params
 from fused_optim.step.amp import amp_scalars, mark_stepped
 from fused_optim.step.buckets import NO_SCALER, Choice, ReleasedStep
+from fused_optim.step.clip import DeferredClip
 from fused_optim.step.conversion import convert, stale_formats
-from fused_optim.step.deferred_clip import DeferredClip
 from fused_optim.step.plan import Plan, check_capturable
 from fused_optim.step.scalars import DeviceScalars, Hyperparameters
 from fused_optim.step.skip import Skips
@@ -52,7 +52,7 @@ class Stepper:
         self._planned_changes = 0  # of hyperparameters, when the plan was made
         self.buckets: ReleasedStep | None = None  # of its steps; None: they are made at once
         self.agreement = Agreement(lambda: store.params)
-        self.clipping = DeferredClip(store, self.scalars, self.skips, self.agreement)
+        self.clipping = DeferredClip(store, self.scalars, self.agreement, self.skips.note)
         self._knows_offsets = False  # what `StateStore.exchange_offsets` finds
         self._left_out: set[int] | None = None  # what `_exchange_gradients` finds
         self._has_warned = False  # of choices without effect
@@ -96,13 +96,6 @@ class Stepper:
         if self.buckets is not None:
             return self.buckets.plans
         return [] if self._plan is None else [self._plan]
-
-    # --- clipping ---------------------------------------------------------------------------------------------------
-
-    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        """Clip the next step's gradients; see ``ShardedOptimizer.clip_grad_norm_``."""
-        self.refuse_in_buckets("clip_grad_norm_()")
-        return self.clipping.measure(max_norm, norm_type, error_if_nonfinite)
 
     def drop_gradients(self) -> None:
         """Before ``zero_grad()``: forget the norm and the gradients that were clipped."""

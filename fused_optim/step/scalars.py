@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.memory.layout import INITIAL_LR, STEP
-from fused_optim.options.checks import check_decoupled_lr, check_hyperparameters, check_number
+from fused_optim.options.checks import check_decoupled_lr, check_hyperparameters
 from fused_optim.options.table import Settings, read_group, whole_number_of
 from fused_optim.rules import Hyper, Orthogonalization, Rule
 from fused_optim.sharding.dtensor import local_tensor
@@ -181,8 +181,9 @@ class _GroupRead(NamedTuple):
     orthogonalization: Orthogonalization | None
 
     def matches(self, group: Group) -> bool:
-        """True if the group was not written since, but for the learning rate, which still is a float."""
-        if len(group) != self.size or type(group.get("lr")) is not float:
+        """True if the group was not written since, but for the learning rate, which still is a finite float."""
+        rate = group.get("lr")
+        if len(group) != self.size or type(rate) is not float or not math.isfinite(rate):
             return False
         for key, value in self.known.items():
             given = group.get(key, self)
@@ -207,9 +208,7 @@ class Hyperparameters:
         del self._read[len(self._store.groups) :]
         for number, group in enumerate(self._store.groups):
             try:
-                if number < len(self._read) and self._read[number].matches(group):
-                    check_number("lr", group["lr"], -math.inf)
-                else:
+                if number >= len(self._read) or not self._read[number].matches(group):
                     before, read = self._read[number : number + 1], self._check(group)
                     self.planned_changes += not before or before[0].planned != read.planned
                     self._read[number : number + 1] = [read]
@@ -259,11 +258,11 @@ class Hyperparameters:
         scale, factor, found_inf = [s if s is None else on_device(s, device) for s in (scale, factor, found_inf)]
         hypers = []
         for number, (group, read) in enumerate(zip(self._store.groups, self._read, strict=True)):
-            lr: float | Tensor | None = host_lr(group)
-            if lr is None:
-                lr = on_device(group["lr"], device)
-            elif reads_rates:
-                lr = self._scalars.lr(device, number)
+            rate = host_lr(group)
+            if rate is None:
+                lr: float | Tensor = on_device(group["lr"], device)
+            else:
+                lr = self._scalars.lr(device, number) if reads_rates else rate
             hyper = Hyper(
                 rule=read.rule,
                 lr=lr,

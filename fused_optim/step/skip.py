@@ -35,15 +35,11 @@ class Skips:
         if device not in self._counts:
             self._counts[device] = torch.zeros((), dtype=torch.int64, device=device)
 
-    def note(self, measured: clip.Clip) -> None:
-        """Take over what clipping has found out: the next step needs no pass of its own."""
-        finite = measured.finite()
+    def note(self, measured: clip.Clip | None) -> None:
+        """Take over the clipping of the next step, which needs no pass of its own then. None: that is dropped."""
+        finite = None if measured is None else measured.finite()
         self._known = None if finite is None else finite.logical_not()
         self._known_in_capture = is_capturing()
-
-    def forget(self) -> None:
-        """The next step looks at its gradients itself."""
-        self._known = None
 
     def decide(
         self,
@@ -68,7 +64,7 @@ class Skips:
         skip = _on_any_rank(skip.float(), group)
         self.prepare(home)
         self._counts[home].add_(skip != 0)
-        self.forget()
+        self._known = None
         return skip
 
     @staticmethod
