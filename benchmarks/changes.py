@@ -26,7 +26,7 @@ from byte_gpt import ByteGPT, load_corpus, training_batch
 from fused_optim import FusedAdam, FusedAdamW
 from fused_optim.compat import transformer_engine
 from fused_optim.quantized import Float8BlockScaling, Float8DelayedScaling, MXFP8BlockScaling, quantize_model_
-from fused_optim.state.snapshot import parts_of
+from fused_optim.state.published import parts_of
 from fused_optim.wire import write_changes
 from step import copy_bandwidth, llama_shapes, machine, timed
 

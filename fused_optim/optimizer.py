@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT
 
 from fused_optim import adapters
 from fused_optim.decorators import between_graphs, declared_without, entry, observed, ungraded
@@ -36,20 +36,21 @@ from fused_optim.options.table import (
     read_group,
     spelled_alike,
 )
-from fused_optim.publishing import Publisher
 from fused_optim.rules import Rules
 from fused_optim.sharding.collective import failing_together, parameter_names
 from fused_optim.state import state_dict as forms
 from fused_optim.state import torch_form
 from fused_optim.state.groups import description
+from fused_optim.state.published import Snapshot, Where, changes, tracked
 from fused_optim.state.store import StateStore
 from fused_optim.state.summary import Summary, short_description, summarize
 from fused_optim.step.diagnostics import Diagnostics, diagnose
 from fused_optim.step.run import Stepper
 from fused_optim.step.scalars import keep_rates
+from fused_optim.wire.form import Changes
 
 
-class ShardedOptimizer(Publisher, OfOptimizers):
+class ShardedOptimizer(Optimizer, OfOptimizers):
     """Base class of all optimizers of this package. It knows no update rule: subclasses give it one.
 
     Each fact has one owner. ``param_groups`` have the hyperparameters and the ``step``; ``settings`` the options of the
@@ -412,6 +413,62 @@ class ShardedOptimizer(Publisher, OfOptimizers):
             loss = closure()
         between_graphs(self.stepper.step)(self, scaler)  # the closure may be traced; all else of a step is not
         return loss
+
+    # --- published changes --------------------------------------------------------------------------------------
+
+    @entry
+    def track_changes(self, enabled: bool = True, where: Where = "device") -> None:
+        """Track from now on which elements of the parameters change. Nothing counts as changed so far.
+
+        Keeps a copy of this rank's shards: 2 bytes for a BF16 element, 1 for a code, and a bit. The copy lies
+        on the parameters' device, or with ``where="host"`` in page-locked memory, to which and from which every take
+        moves all of it. Steps cost nothing. Called again, it starts from the current values. Copies are in no state
+        dict and no pickle.
+
+        Raises TypeError for weights that another package has quantized and for complex128, ValueError for another
+        ``where``.
+        """
+        self.store.snapshot = Snapshot(self.store.params, where) if enabled else None
+
+    @entry
+    def mark_changed(self, param: Tensor | None = None) -> None:
+        """Count all elements of ``param``, or of all parameters, as changed: the next take returns them all."""
+        snapshot = tracked(self.store.snapshot)
+        if param is not None:
+            self.store.describe(param)
+        for each in self.store.params if param is None else [param]:
+            snapshot.mark(each)
+
+    @entry(idle=False)
+    def take_changes(self, model: torch.nn.Module, gather: bool = False) -> dict[str, Changes]:
+        """Elements that changed since the last call, or since :meth:`track_changes`: by name, indices in the whole
+        tensor and values. Nothing of the model counts as changed afterwards; parameters of the optimizer's other models
+        still do.
+
+        Names are those of :meth:`master_state_dict`; a tied parameter has its first one. The codes of a quantized
+        weight have its name (uint8), its scales ``NAME_scale`` and ``NAME_tensor_scale``. Tensors without changes are
+        absent.
+
+        A rank gives what it holds; of replicas (HSDP, or whole parameters on a mesh) the first gives it. Plain
+        parameters, DistributedDataParallel's for one, are given on every rank. ``gather``: everything on every rank, a
+        collective of all of them. Waits for the device.
+
+        Raises RuntimeError without :meth:`track_changes`, KeyError and TypeError as :meth:`master_state_dict` does;
+        with ``gather`` on every rank where one of them raises.
+        """
+        return self._changes("take_changes()", model, gather, taken=True)
+
+    @entry(idle=False)
+    def peek_changes(self, model: torch.nn.Module, gather: bool = False) -> dict[str, Changes]:
+        """Return the same as :meth:`take_changes`, and keep the elements marked as changed."""
+        return self._changes("peek_changes()", model, gather, taken=False)
+
+    def _changes(self, asked: str, model: torch.nn.Module, gather: bool, taken: bool) -> dict[str, Changes]:
+        def prepare() -> None:
+            self.stepper.check_idle(asked)
+            self.store.offloading.synchronize()
+
+        return changes(self.store.snapshot, model, self.store.params, gather, taken, prepare)
 
     # --- state dict ---------------------------------------------------------------------------------------------
 

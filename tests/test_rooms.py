@@ -16,7 +16,7 @@ import fused_optim
 ROOMS = """
 torch_versions decorators optional wire roles formats rules sharding adapters memory backends matrices options
 quantized.recipes quantized.tensor quantized.adapters quantized.fp8 quantized.model quantized.files
-quantized.__init__ rebuild state step publishing optimizer adam ademamix lion muon muon_groups release
+quantized.__init__ rebuild state step optimizer adam ademamix lion muon muon_groups release
 checkpoint.storage checkpoint.reading checkpoint.writing checkpoint.termination checkpoint.collect checkpoint.extras
 checkpoint.random_states checkpoint.saves checkpoint.loads checkpoint.checkpointer
 checkpoint.__init__ compat integrations __init__ tools __main__

@@ -35,8 +35,8 @@ from fused_optim.state.param_state import (
     master_kind,
     offloadable,
 )
+from fused_optim.state.published import Snapshot
 from fused_optim.state.remainders import MISFIT_ELSEWHERE, LoadedRemainder, misfits
-from fused_optim.state.snapshot import Snapshot
 
 
 class StateStore:

@@ -400,7 +400,7 @@ def test_a_take_that_fails_takes_nothing(device: str, where: str, error: str, mo
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr("fused_optim.publishing." + ("published" if error == "before" else "collect"), fail)
+        patched.setattr("fused_optim.state.published." + ("published" if error == "before" else "collect"), fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             optimizer.take_changes(model)
     expected.check(optimizer.take_changes(model))
