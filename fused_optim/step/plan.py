@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fused_optim.adapters import adapter_of
-from fused_optim.backends import ShardWork, backend_of, is_capturing, uncounted
+from fused_optim.backends import ShardWork, backend_of, forced_backend, is_capturing, uncounted
 from fused_optim.backends.compiled import Identities
 from fused_optim.decorators import with_denormals
 from fused_optim.formats.masters import Master
@@ -67,7 +67,7 @@ def check_capturable(backends: dict[torch.device, str]) -> None:
 
 
 class PlanKey:
-    """The inputs of plans: the parameters of the groups and the dicts of states. Keeps none of them.
+    """The inputs of plans: the parameters of the groups, the dicts of states and the backend. Keeps none of them.
 
     Formats and options are not among them: plans are left where these are set. ``release``: see
     :func:`fused_optim.step.signature.signature_of`.
@@ -77,7 +77,7 @@ class PlanKey:
         self._store, self._release = store, release
         self._in_groups = [Identities(group["params"]) for group in store.groups]
         self._state_keys, self._state_dicts = Identities(store.state), Identities(store.state.values())
-        self._entries = _entries(store.state)
+        self._entries, self._forced = _entries(store.state), forced_backend()
 
     @cached_property
     def facts(self) -> dict[DeviceMesh, CollectiveSignature]:
@@ -91,6 +91,8 @@ class PlanKey:
         """
         groups, state = self._store.groups, self._store.state
         if len(groups) != len(self._in_groups) or _entries(state) != self._entries:
+            return False
+        if forced_backend() != self._forced:
             return False
         for group, own in zip(groups, self._in_groups, strict=True):
             if not own.are(group["params"]):

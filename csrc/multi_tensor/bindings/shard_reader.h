@@ -84,9 +84,6 @@ public:
         return found;
     }
 
-    const AttributeReader& local() const { return local_; }
-    const TensorReader& tensors() const { return reader_; }
-
 private:
     static constexpr Py_ssize_t kWritten = 2;  // the first components: codes and scales
 

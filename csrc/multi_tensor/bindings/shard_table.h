@@ -11,12 +11,13 @@
 
 #include "bindings/cached_shard.h"
 #include "bindings/matrix_pass.h"
-#include "bindings/prefetch.h"
 #include "bindings/shard_reader.h"
 #include "bindings/shard_work.h"
 #include "launch.h"
 
 namespace fused_optim {
+
+inline PyObject* item(PyObject* list, size_t i) { return PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i)); }
 
 class ShardTable {
 public:
@@ -37,19 +38,15 @@ public:
     // that are not as they were at `cache`, which Python has to set again.
     std::vector<size_t> refresh(py::list cached, py::str name) {
         if (cached.size() != rows_.size()) throw std::invalid_argument("fused_optim: one cached tuple per shard");
-        const std::vector<ParamAndGrad> tensors = gradients(cached.ptr(), name.ptr());
         std::vector<size_t> changed;
         written_.clear();
-        RowPrefetcher prefetcher(rows_, cached.ptr(), tensors, reader_);
-        for (size_t ahead = 0; ahead < rows_.size() + RowPrefetcher::kAhead; ++ahead) {
-            prefetcher.fetch(ahead);
-            if (ahead < RowPrefetcher::kAhead) continue;
-            const size_t i = ahead - RowPrefetcher::kAhead;
+        for (size_t i = 0; i < rows_.size(); ++i) {
             CachedShard& row = rows_[i];
-            const auto& [param, grad] = tensors[i];
+            PyObject* tuple = item(cached.ptr(), i);
+            const py::object param = parameter(tuple);
+            const py::object grad = param ? attribute(param.ptr(), name.ptr()) : py::object();
             row.has_gradient = grad && !grad.is_none();
             if (!row.has_gradient) continue;
-            PyObject* tuple = item(cached.ptr(), i);
             if (!row.is_cached || !reader_.refresh(row, tuple, param.ptr(), grad.ptr())) {
                 changed.push_back(i);
             } else if (row.has_own_master(tuple) && is_written(row, reader_.read_versions(row, tuple, param.ptr()))) {
@@ -194,21 +191,6 @@ public:
     }
 
 private:
-    static std::vector<ParamAndGrad> gradients(PyObject* cached, PyObject* name) {
-        const auto count = static_cast<size_t>(PyList_GET_SIZE(cached));
-        std::vector<ParamAndGrad> tensors(count);
-        const GradientPrefetcher prefetcher(cached);
-        for (size_t ahead = 0; ahead < count + GradientPrefetcher::kAhead; ++ahead) {
-            prefetcher.fetch(ahead);
-            if (ahead < GradientPrefetcher::kAhead) continue;
-            const size_t i = ahead - GradientPrefetcher::kAhead;
-            auto& [param, grad] = tensors[i];
-            param = parameter(item(cached, i));
-            if (param) grad = attribute(param.ptr(), name);
-        }
-        return tensors;
-    }
-
     // Whether these versions are others than those known, and not any more. Also true where a step was begun and not
     // made.
     static bool is_written(CachedShard& row, const Versions& now) { return std::exchange(row.versions, now) != now; }

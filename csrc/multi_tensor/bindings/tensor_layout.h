@@ -166,14 +166,6 @@ public:
         return end * (tensor.type.bits / 8) <= load<int64_t>(storage(body), size_);
     }
 
-    // What `read` reads of a tensor, and of its storage once its body is there.
-    static void prefetch_body(const char* body) {
-        for (size_t line = 0; line < kBodySize; line += 64) __builtin_prefetch(body + line);
-    }
-    void prefetch_storage(const char* body) const {
-        if (found_) __builtin_prefetch(storage(body) + data_);
-    }
-
 private:
     static constexpr size_t kMostDims = 5;      // more are elsewhere
     static constexpr size_t kStorageSize = 64;  // not more than torch's storage has

@@ -67,7 +67,6 @@ public:
         Numbers found;
         found.values.reserve(tensors.size());
         for (size_t i = 0; i < tensors.size(); ++i) {
-            prefetch(tensors.ptr(), i);
             PyObject* object = PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i));
             DLTensor tensor{};
             const bool fits =
@@ -79,7 +78,6 @@ public:
     }
 
     const pybind11::object& tensor_type() const { return tensor_type_; }
-    const TensorLayout& layout() const { return layout_; }
 
     // Subclasses hide their memory (DTensors, tensors of unfinished collectives).
     bool is_plain_tensor(PyObject* object) const {
@@ -92,17 +90,6 @@ public:
     }
 
 private:
-    // Of a list that is read from its first tensor to its last: what is read soon.
-    void prefetch(PyObject* list, size_t i) const {
-        const auto plain_tensor = [&](size_t ahead) -> PyObject* {
-            if (i + ahead >= static_cast<size_t>(PyList_GET_SIZE(list))) return nullptr;
-            PyObject* object = PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i + ahead));
-            return is_plain_tensor(object) ? object : nullptr;
-        };
-        if (PyObject* tensor = plain_tensor(8)) layout_.prefetch_body(body_of(tensor));
-        if (PyObject* tensor = plain_tensor(4)) layout_.prefetch_storage(body_of(tensor));
-    }
-
     pybind11::object tensor_type_;
     DispatchKeys keys_;
     TensorLayout layout_;
