@@ -54,11 +54,16 @@ def quantized(count: int, device: str, recipe: Recipe) -> tuple[list[Tensor], Ca
     return weights, lambda _: torch.ones_like(full)
 
 
-def host_times(params: list[Tensor], grad: Callable[[Tensor], Tensor], device: str, steps: int) -> list[float]:
+def host_times(
+    params: list[Tensor], grad: Callable[[Tensor], Tensor], device: str, steps: int, is_torchs: bool
+) -> list[float]:
     """Seconds of each step after three that warm up; a GPU is idle when a step begins."""
     decoupled = type(params[0]) is Tensor and params[0].dtype != torch.float32
-    optimizer = FusedAdamW(params, lr=1e-3, **FORMATS)
-    optimizer.use_decoupled_grad = decoupled
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.AdamW(params, lr=1e-3, fused=True) if is_torchs else FusedAdamW(params, lr=1e-3, **FORMATS)
+    )
+    if isinstance(optimizer, FusedAdamW):
+        optimizer.use_decoupled_grad = decoupled
     times = []
     for _ in range(steps + 3):
         for param in params:
@@ -88,11 +93,12 @@ def main() -> None:
         "2000 DTensors": sharded(2000, mesh),
         "2000 slices": slices(2000, options.device),
         "146 plain tensors": plain(146, options.device),
+        "146 plain tensors, torch.optim.AdamW(fused=True)": plain(146, options.device),
         "146 MXFP8 weights": quantized(146, options.device, MXFP8BlockScaling()),
         "146 FP8 weights, delayed scaling": quantized(146, options.device, Float8DelayedScaling()),
         "146 FP8 weights, current scaling": quantized(146, options.device, Float8CurrentScaling()),
     }.items():
-        times = host_times(params, grad, options.device, options.steps)
+        times = host_times(params, grad, options.device, options.steps, "torch.optim" in name)
         median, best = statistics.median(times), min(times)
         each = 1e6 / len(params)
         print(f"{name}: {1e3 * median:.3f} ms per step, {each * median:.2f} us per tensor (best {each * best:.2f})")
