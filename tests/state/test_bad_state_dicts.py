@@ -173,20 +173,18 @@ def refuse(fault: str, faulty: int, master: str, fmt: torch.dtype) -> tuple[str,
 
 
 @pytest.mark.parametrize(
-    "fault, ranks, faulty", [(fault, *[(2, 1), (3, 0)][i % 2]) for i, fault in enumerate([*FAULTS, "hook"])]
+    "fault, kind, ranks_and_faulty",
+    pairwise(["lr", "own step", "groups", "moment", "shape", "hook"], KINDS, [(2, 1), (3, 0)]),
+    ids=str,
 )
-def test_what_one_rank_refuses_is_loaded_on_none(fault: str, ranks: int, faulty: int) -> None:
-    """FP32 states and parameters, whose loads need no communication otherwise."""
-    results = distributed.run(ranks, refuse, fault, faulty, "float32", torch.float32, timeout=20)
-    for rank, (kind, text) in enumerate(results):
-        assert (kind == "FailedElsewhere" and "another rank cannot load" in text) == (rank != faulty), results
-
-
-@pytest.mark.parametrize("fault", ["lr", "groups", "shape"])
-@pytest.mark.parametrize("master, fmt", KINDS[1:], ids=str)
-def test_no_format_is_loaded_on_some_ranks(fault: str, master: str, fmt: torch.dtype) -> None:
-    results = distributed.run(2, refuse, fault, 0, master, fmt, timeout=20)
-    assert [kind == "FailedElsewhere" for kind, _ in results] == [False, True]
+def test_what_one_rank_refuses_is_loaded_on_none(
+    fault: str, kind: tuple[str, torch.dtype], ranks_and_faulty: tuple[int, int]
+) -> None:
+    """Also FP32 states and parameters, whose loads need no communication otherwise."""
+    ranks, faulty = ranks_and_faulty
+    results = distributed.run(ranks, refuse, fault, faulty, *kind, timeout=20)
+    for rank, (error, text) in enumerate(results):
+        assert (error == "FailedElsewhere" and "another rank cannot load" in text) == (rank != faulty), results
 
 
 def refuse_on_columns() -> None:
@@ -227,19 +225,6 @@ def test_a_schedule_that_ended_a_little_below_zero_loads(lr: Any, tmp_path: Any)
     model, other = build("float32", torch.float32)
     load_optimizer_checkpoint(model, other, tmp_path / "optimizer.pt")
     assert all(float(group["lr"]) == float(lr) for group in other.param_groups)
-
-
-def test_linear_schedules_end_there() -> None:
-    """As a loop does that resumes after its schedule."""
-    model, optimizer = build("float32", torch.float32)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 3, 0.0, total_iters=7)
-    for _ in range(7):
-        train(model, optimizer, range(1))
-        schedule.step()
-    assert any(group["lr"] < 0.0 for group in optimizer.param_groups)
-    _, fresh = build("float32", torch.float32, seed=9)
-    fresh.load_state_dict(optimizer.state_dict())
-    assert [g["lr"] for g in fresh.param_groups] == [g["lr"] for g in optimizer.param_groups]
 
 
 def test_an_eps_that_is_too_small_is_loaded_and_refused_by_the_next_step() -> None:

@@ -102,20 +102,6 @@ def test_words_that_contradict(options: dict[str, Any], message: str) -> None:
         peers.FusedAdamW([param()], **options)
 
 
-@pytest.mark.parametrize("bits, long", [(32, {"store_param_remainders": True}), (0, {"master_weights": False})])
-@pytest.mark.parametrize("states", ["int8", "bf16", "fp32"])
-def test_short_words_are_the_long_options(bits: int, long: dict[str, Any], states: str) -> None:
-    short = FusedAdamW([param()], master_bits=bits, state_dtype=states)
-    spelled = peers.FusedAdamW([param()], exp_avg_dtype=states, exp_avg_sq_dtype=states, **long)
-    for seed in range(3):
-        step(short, seed)
-        step(spelled, seed)
-    found = [
-        [*o.param_groups[0]["params"], *o.state[o.param_groups[0]["params"][0]].values()] for o in (short, spelled)
-    ]
-    assert all(map(same_bits, *found))
-
-
 # --- states -----------------------------------------------------------------------------------------------------------
 
 
@@ -144,12 +130,6 @@ def test_state_dtype(options: dict[str, Any], expected: tuple[torch.dtype, torch
     if way != "constructor":
         assert optimizer.state[other]["exp_avg"].dtype == F32
     assert "state_dtype" not in optimizer.state_dict()["param_groups"][0]
-
-
-@pytest.mark.parametrize("wrong", ["int3", torch.float64])
-def test_an_unknown_state_dtype(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="state_dtype: expected one of"):
-        FusedAdamW([param()], state_dtype=wrong)
 
 
 # --- writes that no counter shows -------------------------------------------------------------------------------------

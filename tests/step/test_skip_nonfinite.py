@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
 import distributed
-import fused_optim
 from cases import FORMATS, MASTER, MASTERS, Format, Master, values
 from distributed import mesh, same_bits, shard, two_gpus
 from fused_optim.quantized import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, quantize_model_
@@ -244,15 +242,6 @@ def test_copies_go_on_counting(copied: Callable[[FusedAdam], FusedAdam]) -> None
     assert twin.skip_nonfinite and twin.skipped_steps == len(BAD)
     train(twin, [2])
     assert (twin.skipped_steps, optimizer.skipped_steps) == (len(BAD) + 1, len(BAD))
-
-
-def test_the_option_is_off_by_default() -> None:
-    assert inspect.signature(fused_optim.FusedAdamW).parameters["skip_nonfinite"].default is False
-    optimizer = FusedAdamW(parameters("cpu"))
-    give_gradients(optimizer.store.params, 0)
-    spoil(optimizer.store.params[0], 0, NAN)
-    optimizer.step()
-    assert optimizer.store.params[0].isnan().any() and shown_step(optimizer) == 1
 
 
 # --- on several ranks -----------------------------------------------------------------------------------------------
