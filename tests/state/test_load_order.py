@@ -336,6 +336,22 @@ def test_a_wrong_parameter_is_refused_on_all_ranks(use: str, ranks: int, wrong: 
     assert [kind for kind, _ in errors].count("ValueError") == 1 and "parameter 0 " in errors[wrong][1]
 
 
+def read_on_one_rank() -> None:
+    """No other rank has to take part, and none waits for this one afterwards."""
+    saved, model = trained(), build(seed=5)
+    optimizer = FusedAdam(model.parameters(), store_param_remainders=False)
+    optimizer.load_state_dict(saved[1].state_dict())
+    copy_model_parts(saved[0], model)
+    if dist.get_rank() == 0:
+        expected = local_tensor(saved[1].store.master(saved[0].wide))
+        assert torch.equal(optimizer.get_unscaled_state(model.wide, "master_param"), expected)
+    train(model, optimizer, range(3, 4))
+
+
+def test_one_rank_may_read_a_master() -> None:
+    distributed.run(2, read_on_one_rank, timeout=20)
+
+
 def count_collectives() -> list[int]:
     """Of steps while nothing waits."""
     saved, model = trained(), build(seed=5)

@@ -287,20 +287,6 @@ def test_bad_state_dicts_change_nothing(change: Change, error: type[Exception], 
     assert fresh.param_groups[0]["lr"] == groups
 
 
-@pytest.mark.parametrize("form", ["native", "unscaled"])
-def test_state_dicts_describe_themselves_but_need_not(form: str) -> None:
-    model, optimizer = trained(REM16, torch.int8, form=form)
-    state_dict = optimizer.state_dict()
-    for group in state_dict["param_groups"]:
-        assert group.pop("fused_optim_version") == 1
-        assert group.pop("fused_optim_native") == (form == "native")
-    other, fresh = build(REM16, torch.int8, fresh=True)
-    other.load_state_dict(model.state_dict())
-    fresh.load_state_dict(state_dict)
-    assert_same(stored(other, fresh), stored(model, optimizer))
-    assert fresh.state_dict()["param_groups"][0]["fused_optim_native"] == 0
-
-
 # --- size -------------------------------------------------------------------------------------------------------
 
 

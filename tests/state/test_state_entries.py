@@ -146,15 +146,9 @@ REMOVALS: dict[str, Callable[[FusedAdam, Tensor], Any]] = {
 }
 
 
-def remove_one(master: str, options: dict[str, Any], how: str, sharded: bool = False, saves: bool = False) -> None:
+def remove_one(master: str, options: dict[str, Any], how: str, saves: bool) -> None:
     """The weight starts anew from what it is; the bias goes on, bit for bit."""
     (model, optimizer), (twin, usual) = (build(master, **options) for _ in range(2))
-    if sharded:
-        for each in (model, twin):
-            fully_shard(each, mesh=distributed.mesh())
-        optimizer, usual = (
-            FusedAdam(each.parameters(), **optimizer_options(master, options)) for each in (model, twin)
-        )
     for _ in range(2):
         train(model, optimizer)
         train(twin, usual)
@@ -178,10 +172,6 @@ def remove_one(master: str, options: dict[str, Any], how: str, sharded: bool = F
     assert float(optimizer.state_dict()["state"][1].get("step", 3)) == 3
 
 
-def optimizer_options(master: str, options: dict[str, Any]) -> dict[str, Any]:
-    return {"exp_avg_dtype": torch.int8, **cases.MASTER[master].options, **options}
-
-
 @pytest.mark.parametrize(
     "master, options, how, backend, saves",
     pairwise(
@@ -198,35 +188,7 @@ def test_a_parameter_without_states_starts_anew(
 ) -> None:
     """As in torch.optim; the step is its group's."""
     use_backend(backend)
-    remove_one(master, options, how, saves=saves)
-
-
-def remove_each(master: str) -> None:
-    for how in REMOVALS:
-        remove_one(master, {}, how, sharded=True)
-
-
-@pytest.mark.parametrize("master", ["float32", "bfloat16+float32", "bfloat16+rem16"])
-def test_a_sharded_parameter_without_states_starts_anew(master: str) -> None:
-    distributed.run(2, remove_each, master)
-
-
-@MASTERS
-@pytest.mark.parametrize("form", ["unscaled", "native", "torch"])
-def test_what_is_saved_without_states_loads(master: str, form: str) -> None:
-    model, optimizer = build(master, checkpoint_format=form)
-    train(model, optimizer)
-    optimizer.state.clear()
-    saved = optimizer.state_dict()
-    assert not saved["state"]
-    other, fresh = build(master, seed=1, checkpoint_format=form)
-    train(other, fresh)
-    fresh.load_state_dict(saved)
-    other.load_state_dict(model.state_dict())
-    train(model, optimizer)
-    train(other, fresh)
-    assert all(map(same_bits, other.parameters(), model.parameters()))
-    assert [group["step"] for group in (*fresh.store.groups, *optimizer.store.groups)] == [1, 1]
+    remove_one(master, options, how, saves)
 
 
 @pytest.mark.parametrize("how", ["step", "initialize_state", "gradient release"])

@@ -202,14 +202,6 @@ def test_choices_with_effect_do_not_warn(options: dict[str, Any]) -> None:
     assert not texts
 
 
-def test_the_warning_names_the_line_that_steps() -> None:
-    optimizer = FusedAdamW(model(torch.float32).parameters(), store_param_remainders=True)
-    optimizer.register_step_post_hook(lambda *_: None)  # torch's own wrapper is around the step
-    with pytest.warns(UserWarning, match="has no effect") as found:
-        step(optimizer)
-    assert [warning.filename for warning in found] == [__file__]
-
-
 def test_formats_without_effect_warn() -> None:
     """In one warning with all others."""
     params = [nn.Parameter(torch.ones(3, 5)), nn.Parameter(torch.ones(7))]

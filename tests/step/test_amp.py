@@ -212,6 +212,18 @@ def test_every_pass_leaves_unscaled_gradients(
     assert shown_step(optimizer) == 2
 
 
+def test_decoupled_gradients_are_left_unscaled(device: str) -> None:
+    params = parameters(device)
+    optimizer = make(params, *VARIANTS[0], use_decoupled_grad=True)
+    for i, param in enumerate(params):
+        param.grad = torch.ones_like(param)
+        param.decoupled_grad = values(tuple(param.shape), torch.bfloat16, device, seed=i)
+    given = [param.decoupled_grad.clone() for param in params]
+    scaled_step(optimizer, 64.0, 0.0, device)
+    for param, grad in zip(params, given, strict=True):
+        assert torch.equal(param.decoupled_grad, grad / 64) and torch.equal(param.grad, torch.ones_like(param))
+
+
 # --- skipped steps ----------------------------------------------------------------------------------------------------
 
 
@@ -298,6 +310,14 @@ def test_no_gradients_at_all(device: str) -> None:
         assert shown_step(optimizer) == step
 
 
+def test_no_parameters_at_all(device: str) -> None:
+    optimizer = FusedAdamW([{"params": []}])
+    optimizer.found_inf = torch.zeros((), device=device)
+    optimizer.step()
+    optimizer.step()
+    assert optimizer.state_dict()["param_groups"][0]["params"] == []
+
+
 def test_scale_and_factor_go_together(device: str) -> None:
     params, others = parameters(device), parameters(device)
     optimizer, expected = FusedAdamW(params, maximize=True), FusedAdamW(others, maximize=True)
@@ -337,18 +357,6 @@ def test_two_devices() -> None:
             [3],
             [3],
         ]
-
-
-def test_a_synthetic_first_step_is_noted_by_the_scaler() -> None:
-    params = parameters("cpu")
-    optimizer, scaler = make(params, *VARIANTS[0]), torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    optimizer.param_groups[0]["lr"] = 0.0
-    for param in params:
-        param.grad = torch.zeros_like(param)
-    optimizer.step(grad_scaler=scaler)
-    scaler.update()
-    assert shown_step(optimizer) == 0
 
 
 def test_one_step_between_updates() -> None:

@@ -361,6 +361,17 @@ def test_parameter_dtype_changed_later() -> None:
         optimizer.step()
 
 
+def test_parameter_shape_changed_later() -> None:
+    param, memory = torch.nn.Parameter(torch.ones(64)), torch.zeros(64)
+    optimizer = FusedAdam([param])
+    param.grad = torch.ones(64)
+    optimizer.step()
+    param.data, param.grad = memory[:8], torch.ones(64)[:8]
+    with pytest.raises(ValueError, match="parameter 0"):
+        optimizer.step()
+    assert not memory.any()
+
+
 def test_step_arguments() -> None:
     param = torch.nn.Parameter(torch.ones(3))
     param.grad = torch.ones(3)
@@ -506,3 +517,16 @@ def test_replaced_states_are_refused(key: str, replaced: Tensor) -> None:
     with pytest.raises((TypeError, ValueError, RuntimeError), match=f"parameter 0 .*{key}"):
         optimizer.step()
     assert optimizer.param_groups[0]["step"] == 1 and torch.equal(param, before)
+
+
+def test_a_parameter_of_another_dtype_is_refused_by_its_remainders() -> None:
+    param = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    optimizer = FusedAdam([param], store_param_remainders=True)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    param.grad = None
+    param.data = param.data.float()
+    param.grad = torch.ones(64)
+    with pytest.raises(TypeError, match=r"parameter 0 .*bfloat16"):
+        optimizer.step()
+    assert optimizer.param_groups[0]["step"] == 1

@@ -22,7 +22,6 @@ from fused_optim.compat import apex, transformer_engine
 from fused_optim.compat._common import PeersSettings
 from fused_optim.integrations import megatron
 from fused_optim.options.table import FLAGS, IMPLEMENTATIONS, OF_CONSTRUCTORS, REMOVED
-from pairwise import pairwise
 
 BF16, F32 = torch.bfloat16, torch.float32
 DROP_INS = [apex.FusedAdam, transformer_engine.FusedAdam]
@@ -369,20 +368,6 @@ def test_what_was_given_as_text_can_be_written_as_json(kind: type[FusedAdam]) ->
     assert json.loads(json.dumps(optimizer.state_dict()["param_groups"]))[0]["exp_avg_dtype"] == "torch.bfloat16"
 
 
-@OF_EVERY_KIND
-@pytest.mark.parametrize("switch", ["fused", "foreach"])
-@pytest.mark.parametrize("value", [True, False, None])
-def test_switches_of_torchs_optimizers_change_nothing(kind: type[FusedAdam], switch: str, value: bool | None) -> None:
-    """Nor do they become keys of param groups, which another checkpoint would have to have."""
-    plain = kind(params(), lr=0.01)
-    chosen = kind(params(), lr=0.01, **{switch: value})
-    grouped = kind([{"params": params(), switch: value}], lr=0.01)
-    keys = plain.state_dict()["param_groups"][0].keys()
-    assert all(other.state_dict()["param_groups"][0].keys() == keys for other in (chosen, grouped))
-    expected = stepped(plain)
-    assert all(map(same_bits, stepped(chosen), expected)) and all(map(same_bits, stepped(grouped), expected))
-
-
 CONFIG_FLAGS = [
     "master_weights",
     "stochastic_rounding",
@@ -399,24 +384,6 @@ def test_flags_as_text(flag: str, text: Any, value: bool) -> None:
     found = optimizer.param_groups[0][flag] if flag in optimizer.param_groups[0] else getattr(optimizer, flag)
     assert found is value
     assert all(map(same_bits, stepped(optimizer), stepped(peers.FusedAdamW(params(), **{flag: value}))))
-
-
-@pytest.mark.parametrize(
-    "flag, wrong",
-    pairwise(
-        [*CONFIG_FLAGS, "capturable", "offload_states", "use_decoupled_grad", "amsgrad", "set_grad_none"],
-        ["no", "", 2, 0.5, {}, [True], [torch.ones(1), 1], torch.ones(2), np.ones(2)],
-    ),
-    ids=repr,
-)
-def test_what_is_no_flag_is_refused(flag: str, wrong: Any) -> None:
-    with pytest.raises(TypeError, match=f"^{flag}: expected True or False, got"):
-        peers.FusedAdamW(params(), **{flag: wrong})
-
-
-@pytest.mark.parametrize("seed, expected", [(3.0, 3), ("12345678901234567", 12345678901234567), (torch.tensor(4), 4)])
-def test_seeds_that_are_whole_numbers(seed: Any, expected: int) -> None:
-    assert FusedAdamW(params(), seed=seed).seed == expected
 
 
 @pytest.mark.parametrize("seed", [1.5, "x", "1.5", None, float("inf"), float("nan")])

@@ -126,6 +126,13 @@ def test_many_gradients(device: str, backend: str) -> None:
     assert exact_norm(grads_of(params), 2.0) == pytest.approx(1.0, rel=1e-6)
 
 
+def test_mixed_dtypes(device: str, backend: str) -> None:
+    params = [param for dtype in (torch.float32, torch.bfloat16, torch.float64) for param in make(device, dtype)]
+    expected = exact_norm(grads_of(params), 2.0)
+    assert float(clip_grad_norm_(params, 1.0)) == pytest.approx(expected, rel=1e-7)
+    assert exact_norm(grads_of(params), 2.0) == pytest.approx(1.0, rel=1e-3)
+
+
 @pytest.mark.parametrize("size", [1e30, 1e-30])
 def test_squares_neither_overflow_nor_vanish(device: str, backend: str, size: float) -> None:
     param = nn.Parameter(torch.zeros(1000, device=device))
@@ -383,6 +390,15 @@ def test_copies_have_no_factor(duplicate: Callable[[FusedAdam], FusedAdam]) -> N
     twin.param_groups[0]["params"][0].grad = param.grad
     twin.step()
     assert moments(twin)[0].tolist() == [5.0] * 4
+
+
+def test_deferred_nonfinite() -> None:
+    params = make("cpu")
+    optimizer = FusedAdam(params)
+    params[1].grad[2] = math.nan
+    with pytest.raises(RuntimeError, match="non-finite"):
+        optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    assert math.isnan(optimizer.clip_grad_norm_(1.0))
 
 
 # --- over ranks -------------------------------------------------------------------------------------------------------

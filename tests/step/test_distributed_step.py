@@ -201,25 +201,6 @@ def test_parameters_without_gradients_keep_their_bits(world_size: int) -> None:
             assert not final[f"{name}: exp_avg"].any() and not final[f"{name}: exp_avg_sq"].any()
 
 
-def step_with_other_placements() -> dict[str, Part]:
-    """Gradients placed otherwise than their parameters: replicated, or sharded on another dim."""
-    mesh = distributed.mesh()
-    found = {}
-    for name, placements in {"same": [Shard(0)], "replicated": [Replicate()], "columns": [Shard(1)]}.items():
-        param = nn.Parameter(shard(noise((7, 64), 0), mesh, [Shard(0)]))
-        optimizer = FusedAdam([param], lr=0.1)
-        with torch.no_grad():
-            param.grad = shard(noise((7, 64), 1), mesh, placements)
-        optimizer.step()
-        found[name] = part(param)
-    return found
-
-
-def test_gradients_are_redistributed_to_their_parameters() -> None:
-    final = join_all(distributed.run(3, step_with_other_placements))
-    assert_same({"a": final["replicated"], "b": final["columns"]}, {"a": final["same"], "b": final["same"]})
-
-
 # --- FSDP2 ------------------------------------------------------------------------------------------------------
 
 

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-import distributed
 import peers
 from cases import values
 from distributed import same_bits
@@ -188,21 +186,6 @@ def test_a_write_is_where_the_next_step_starts(write: Callable[..., None], when:
     step(optimizer, 6)
     master = join_remainder(each.detach(), optimizer.state[each]["master_param"])
     assert 0 < float((master - before).abs().max()) < 0.2  # one update away from what was written
-
-
-def broadcast_on_ranks() -> Tensor:
-    each = nn.Parameter(torch.full(SHAPE, float(dist.get_rank() + 2)).bfloat16())
-    optimizer = FusedAdamW([each], lr=0.0, weight_decay=0.0)
-    step(optimizer, 1)
-    dist.broadcast(each.data, 0)
-    step(optimizer, 2)
-    return each.detach()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_broadcast_through_data(ranks: int) -> None:
-    for found in distributed.run(ranks, broadcast_on_ranks):
-        assert torch.equal(found, torch.full(SHAPE, 2.0).bfloat16())
 
 
 # --- what is read and set ---------------------------------------------------------------------------------------------

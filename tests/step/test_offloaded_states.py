@@ -245,6 +245,17 @@ def test_a_step_counts_once(fraction: float, backend: str, device: str, use_back
     assert [group["step"] for group in ours.param_groups] == [3, 3]
 
 
+def test_a_step_of_resident_states_alone_counts(engine: str) -> None:
+    optimizer = make(True, engine, offload_fraction=0.5)
+    train(optimizer, range(1))
+    optimizer.grad_scale, optimizer.found_inf = torch.ones((), device=engine), torch.zeros((), device=engine)
+    for param, offloads in zip(optimizer.store.params, homes(optimizer), strict=True):
+        param.grad = None if offloads else torch.ones_like(param)
+    optimizer.step()
+    expected = [1 + any(param.grad is not None for param in group["params"]) for group in optimizer.param_groups]
+    assert [group["step"] for group in optimizer.state_dict()["param_groups"]] == expected != [1, 1]
+
+
 # --- in training loops ----------------------------------------------------------------------------------------------
 
 

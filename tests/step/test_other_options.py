@@ -19,7 +19,7 @@ from distributed import mesh, shard
 from fused_optim import FusedAdamW, FusedLion, FusedMuon, enable_gradient_release
 from fused_optim.quantized import Float8CurrentScaling, quantize_model_
 from fused_optim.state import host_states
-from fused_optim.step import agreement, plan
+from fused_optim.step import agreement
 from fused_optim.step.skip import Skips
 from pairwise import pairwise
 
@@ -382,31 +382,3 @@ def test_what_one_rank_alone_changes_later_raises_there(key: str, value: Any) ->
     with pytest.raises(distributed.RemoteError) as raised:  # the processes are not used again
         distributed.run(2, changed_later, key, value, "one", timeout=20)
     assert "were changed since the step before, and other ranks have not said the same within 1 s" in str(raised.value)
-
-
-def asked(change: str) -> tuple[list[int], int]:
-    """The all-reduces of four steps, before the third of which something changes on the last rank, or all; and how
-    often an optimizer was described."""
-    named = made()
-    optimizer = FusedMuon(named, lr=0.1)
-    counts = []
-    with mock.patch.object(plan, "signature_of", wraps=plan.signature_of) as described:
-        for step in range(4):
-            give(named, seed=step)
-            if step == 2 and change == "momentum":
-                optimizer.param_groups[0]["momentum"] = 0.5
-            if step == 2 and change == "state" and is_other():
-                state = optimizer.state[named[0][1]]
-                optimizer.state[named[0][1]] = dict(state)
-            with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
-                optimizer.step()
-            counts.append(reduced.call_count)
-    return counts, described.call_count
-
-
-@pytest.mark.parametrize("change", ["nothing", "momentum", "state"])
-def test_what_decides_nothing_is_not_asked_again(change: str) -> None:
-    """Hyperparameters that are scheduled, and plans that one rank makes anew for itself."""
-    for rank, ((_, *later), described) in enumerate(distributed.run(2, asked, change, timeout=20)):
-        assert later == [0, 0, 0]
-        assert described == (2 if change == "state" and rank == 1 else 1)

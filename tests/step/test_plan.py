@@ -405,6 +405,17 @@ def test_optimizers_are_collected() -> None:
     assert reference() is None
 
 
+def test_more_groups_than_tensors() -> None:
+    """Groups without parameters count their steps."""
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = FusedAdam([{"params": []}, {"params": [param]}, {"params": []}], lr=0.1)
+    for _ in range(2):
+        param.grad = torch.ones(3)
+        optimizer.step()
+    assert [group["step"] for group in optimizer.param_groups] == [2, 2, 2]
+    torch.testing.assert_close(param.detach(), torch.full((3,), 0.8))
+
+
 def test_plain_parameters_cost_nothing_for_quantized_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a GradScaler that would be a kernel of its own at each step."""
     calls: list[int] = []
