@@ -14,9 +14,8 @@ import pytest
 import torch
 
 import contenders
-import silent_inputs
 import step
-from contenders import OURS, PEERS, obstacle
+from contenders import OURS, PEERS
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 QUANTIZED = {contender.name for contender in OURS if "weights" in contender.name}
@@ -36,21 +35,6 @@ def test_kernels_that_take_addresses_are_given_no_dtensors(workload: str) -> Non
     assert there.issuperset(QUANTIZED | APEX) != (workload in step.SHARDED)
     assert there.isdisjoint(QUANTIZED | APEX) == (workload in step.SHARDED)
     assert there >= {contender.name for contender in OURS} - QUANTIZED
-
-
-@pytest.mark.usefixtures("_everything_is_installed")
-def test_obstacles() -> None:
-    by_name = {contender.name: contender for contender in (*OURS, *PEERS)}
-    assert len(by_name) == len(OURS) + len(PEERS)
-    apex = by_name["Apex FusedAdam, FP32"]
-    assert obstacle(apex, GPU, dtensors=False) == ""
-    assert obstacle(apex, GPU, dtensors=True) == "takes no DTensors"
-    assert obstacle(apex, CPU, dtensors=False) == "runs on GPUs only"
-    deepspeed = by_name["DeepSpeed CPUAdam FP32"]
-    assert obstacle(deepspeed, CPU, dtensors=False) == ""
-    assert obstacle(deepspeed, CPU, dtensors=True) == "takes no DTensors"
-    assert obstacle(deepspeed, GPU, dtensors=False) == "runs on CPUs only"
-    assert all(not obstacle(contender, CPU, dtensors=False) for contender in OURS)
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,15 +71,3 @@ def test_host_time_of_gathered_weights_is_measured(tmp_path: Path) -> None:
     report = json.loads(output.read_text())
     assert len(report["gather"]) == 7 and len(report["training"]) == 5
     assert all(row["min_us"] > 0 for part in ("gather", "training") for row in report[part].values())
-
-
-def test_silent_inputs_are_measured() -> None:
-    """What is said of torch's optimizer is exact, and of ours what pages say."""
-    exact, ours = silent_inputs.STATES["torch AdamW, FP32"], silent_inputs.STATES["FusedAdamW, int8 states"]
-    assert silent_inputs.silent_halves(exact, CPU) == 0.0 and silent_inputs.silent_halves(ours, CPU) <= 0.0007
-    largest, error = silent_inputs.wide_range(ours, 10_000, CPU)
-    assert 1.0 < largest < 1.6 and 0.1 < error < 0.3
-    assert silent_inputs.rare_rows(exact, CPU) == 0.0 and 0.0 < silent_inputs.rare_rows(ours, CPU) < 0.03
-    lost, kept = (silent_inputs.MASTERS[name] for name in ("torch AdamW, BF16, no master", "FusedAdamW, master_bits=0"))
-    assert silent_inputs.small_updates(lost, 5e-6, CPU) == pytest.approx(1.0)
-    assert silent_inputs.small_updates(kept, 5e-6, CPU) < 0.02

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,27 +31,3 @@ def test_muon_trains_and_resumes_on_two_ranks(tmp_path: Path) -> None:
     assert [step for step, _ in resumed["train_losses"]] == [4, 5]
     for step, loss in resumed["train_losses"]:
         assert loss == pytest.approx(after[step], rel=1e-3)
-
-
-def test_the_flag_reaches_every_run_but_torchs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    pytest.importorskip("matplotlib")
-    import demo
-
-    runs: dict[str, str] = {}
-
-    def note(title: str, metrics: Path, ranks: int, *flags: str) -> None:
-        runs[title] = flags[flags.index("--optimizer") + 1]
-
-    class Enough(Exception):
-        pass
-
-    def stop(**_: Any) -> None:
-        raise Enough
-
-    monkeypatch.setattr(demo, "train", note)
-    monkeypatch.setattr(demo, "Comparison", stop)
-    monkeypatch.setattr(sys, "argv", ["demo.py", "--optimizer", "muon", "--output", str(tmp_path)])
-    with pytest.raises(Enough):
-        demo.main()
-    assert runs.pop("torch AdamW") == "torch" and len(runs) == 3 and set(runs.values()) == {"muon"}

@@ -5,7 +5,6 @@ docs/contributing/releases.md, "Figures", says how such a comment is written.
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from collections.abc import Iterator
@@ -162,78 +161,3 @@ def test_figures_are_those_of_the_results(page: str) -> None:
 def test_there_are_figures() -> None:
     commented = [page for page in PAGES if "<!-- figures: benchmarks/" in (ROOT / page).read_text()]
     assert {"README.md", "benchmarks/README.md", "docs/quantized.md"} <= set(commented)
-
-
-def test_pictures_of_the_readme_show_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    drawn = importlib.import_module("readme_pictures").pictures()
-    assert drawn == {name: (ROOT / "docs" / "pictures" / name).read_text() for name in drawn}
-    assert all(f'"docs/pictures/{name}"' in (ROOT / "README.md").read_text() for name in drawn)
-
-
-# --- the check itself ---------------------------------------------------------------------------------------------
-
-PAGE = """
-We measured 8.13 ms, 1.2 GB and, in the end, 20% (1 to 3).
-
-<!-- figures: one.json two.json
-8.13 ms = steps/ours/ms
-1.2 GB = two:size_bytes
-20% = steps/ours/share_of_copy
-1 = min two:runs/kind=a/loss
-3 = max two:runs/kind=a/loss
--->
-
-| | ms | share |
-|---|---|---|
-| ours | 8.13 | 20% |
-| theirs | 10 ms to 11.0 ms | - |
-
-<!-- figures: one.json
-values: steps/{0}/ms; steps/{0}/share_of_copy
-ours
-= steps/theirs/ms; steps/third/ms
--->
-"""
-RESULTS = {
-    "one.json": {
-        "steps": [
-            {"name": "ours", "ms": 8.1251, "share_of_copy": 0.1991},
-            {"name": "theirs", "ms": 10.4},
-            {"name": "third", "ms": 10.96},
-        ]
-    },
-    "two.json": {
-        "size_bytes": 1234567890,
-        "runs": [{"kind": "a", "loss": 1.1}, {"kind": "a", "loss": 2.9}, {"kind": "b", "loss": 9}],
-    },
-}
-CHANGES = {
-    "as it is": ("", "", ""),
-    "a text differs": ("two:size_bytes", "two:runs/kind=b/loss", "1.2 GB: two.json:runs/kind=b/loss is 9"),
-    "a text is not there": ("measured 8.13", "measured 8.14", "'8.13 ms' is not in the text above"),
-    "a cell differs": ("| 8.13 |", "| 8.12 |", "8.12 : one.json:steps/ours/ms is 8.1251"),
-    "more digits than there are": ("11.0 ms |", "11.00 ms |", "11.00 ms: one.json:steps/third/ms is 10.96"),
-    "rows change places": ("| ours | 8.13 | 20% |", "| ours | 8.13 | 2.0% |", "2.0 %: one.json"),
-    "a row more": ("| ours | 8", "| new | 1 | 2 |\n| ours | 8", "2 lines for 3 rows"),
-    "a number more": ("| 20% |", "| 20% (30%) |", "2 paths for the 3 numbers"),
-    "several results": ("= max ", "= ", "there are 2"),
-    "no such result": ("third", "fourth", "steps/fourth/ms: there is no such thing"),
-    "an empty comment": ("\nvalues:", " -->\n\n<!-- values:", "0 lines for 2 rows"),
-    "a second comment differs": (
-        "-->\n\n|",
-        "-->\n<!-- figures: two.json\n20% = runs/kind=b/loss\n-->\n\n|",
-        "20 %: two.json:runs",
-    ),
-    "no source": ("<!-- figures: one.json\nvalues", "<!-- values", "no comment says where these figures come from"),
-    "no source, said so": ("<!-- figures: one.json\nvalues", "<!-- figures: none, said once\nvalues", ""),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_differs_is_found(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, new, expected = CHANGES[change]
-    monkeypatch.setitem(globals(), "results", RESULTS.get)
-    assert old in PAGE
-    found = differences(PAGE.replace(old, new, 1))
-    assert len(found) == bool(expected) and all(expected in each for each in found), found

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -45,52 +44,3 @@ def test_the_status_is_that_of_the_program(code: str, status: int) -> None:
     done = fresh.run(f"import atexit, os, sys\natexit.register(print, 'ends')\n{code}")
     assert done.returncode == status and ("ends" in done.stdout) == (status >= 0), done.stderr
     assert ("ValueError" in done.stderr) == (status == 1)
-
-
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 5), (signal.SIGKILL, -9)])
-def test_signals_reach_the_program(number: int, status: int) -> None:
-    """Of SIGKILL it does not know; it is killed all the same."""
-    code = """
-import os, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
-print(os.getpid(), flush=True)
-time.sleep(60)
-"""
-    with subprocess.Popen([fresh.python(), "-c", code], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        child = int(process.stdout.readline())
-        process.send_signal(number)
-        assert process.wait() == status
-    wait_for_end(child)
-
-
-def wait_for_end(process: int) -> None:
-    until = time.monotonic() + 30
-    while Path(f"/proc/{process}/exe").exists():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
-@pytest.mark.usefixtures("forked_python")
-def test_what_they_start_has_torch_too() -> None:
-    code = "import sys; print('torch' in sys.modules, sys.executable)"
-    start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}], check=True)"
-    done = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, check=True)
-    assert done.stdout == f"True {fresh.python()}\n"
-
-
-def test_what_takes_too_long_is_ended() -> None:
-    with pytest.raises(subprocess.TimeoutExpired):
-        fresh.run("import time; time.sleep(60)", timeout=0.5)
-
-
-def test_a_server_that_ends_is_no_success() -> None:
-    """The program ends with it."""
-    code = "import os, time; print(os.getppid(), os.getpid(), flush=True); time.sleep(60)"
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([fresh.python(), "-c", code], text=True, **streams) as process:
-        assert process.stdout is not None
-        server, child = map(int, process.stdout.readline().split())
-        os.kill(server, signal.SIGKILL)
-        assert "has ended" in process.communicate(timeout=30)[1] and process.returncode == 1
-    wait_for_end(child)

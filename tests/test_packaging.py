@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import tarfile
 import tomllib
 import warnings
@@ -39,15 +38,6 @@ def test_the_version_is_in_one_place() -> None:
     assert cff()["version"] == fused_optim.__version__
     newest = re.findall(r"^## \[(\d\S+)\] - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
     assert newest == (fused_optim.__version__, cff()["date-released"])
-
-
-def test_the_citation_is_valid() -> None:
-    yaml = pytest.importorskip("yaml")
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["cff-version"] == "1.2.0" and citation["type"] == "software"
-    assert set(citation) >= {"message", "title", "authors", "version"}  # the first three are required
-    assert all(set(author) <= {"name", "given-names", "family-names"} for author in citation["authors"])
-    assert citation["license"] == PROJECT["license"] and citation["title"] == PROJECT["name"]
 
 
 def test_the_sdist_is_told_of_every_folder() -> None:
@@ -143,17 +133,6 @@ def test_the_tag_of_a_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert check_tag.expected() == f"v{fused_optim.__version__}"
 
 
-def test_ci_runs_long_tests_where_their_files_changed() -> None:
-    """Cases are marked where they are, or by each_once and long of tests/support."""
-    pattern = re.search(r"git grep -lE '(.+)' tests", (ROOT / ".ci/run").read_text())
-    assert pattern
-    for path in (ROOT / "tests").rglob("test_*.py"):
-        text = path.read_text()
-        imported = "\n".join(re.findall(r"^from (?:distributed|pairwise) import (.*)", text, re.MULTILINE))
-        if re.search(r"\b(each_once|long)\b", imported) or "pytest.mark.long" in text:
-            assert re.search(pattern[1], text), path
-
-
 # --- wheels -------------------------------------------------------------------------------------------------------
 
 
@@ -164,37 +143,6 @@ def build_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     module = importlib.import_module("build_wheels")
     monkeypatch.setattr(module, "BUILD", tmp_path / "build")
     return module
-
-
-def test_wheels_are_for_the_pythons_that_are_here(build_wheels: Any, tmp_path: Path, capsys: Any) -> None:
-    """Each other is left out before anything is compiled, and what it lacks is said.
-
-    As where a version manager has no version of it, its pip is not found, or its headers are not installed.
-    """
-    (tmp_path / "headers").mkdir()
-    (tmp_path / "headers/Python.h").touch()
-    inner = f"exec {sys.executable} -c \"import sysconfig; sysconfig.get_path = lambda _: '%s'; $2\""
-    venv = 'mkdir -p "$3/bin"; cp "$0.inner" "$3/bin/python"'
-    programs = {
-        "python3.here": (venv, inner % (tmp_path / "headers")),
-        "python3.shim": ("echo 'shim: not found'; echo 'try another'; exit 127", ""),
-        "python3.without_pip": (f"{venv}; echo 'Error: ensurepip' >&2; exit 1", inner % (tmp_path / "headers")),
-        "python3.without_headers": (venv, inner % tmp_path),
-    }
-    for name, lines in programs.items():
-        for path, line in zip((tmp_path / name, tmp_path / f"{name}.inner"), lines):
-            path.write_text(f"#!/bin/sh\n{line}\n")
-            path.chmod(0o755)
-    found = {name: build_wheels.find(name) for name in (*programs, "python3.nowhere")}
-    assert [name for name, path in found.items() if path] == ["python3.here"]
-    assert found["python3.here"] == tmp_path / "build/venv-python3.here"
-    assert capsys.readouterr().out.splitlines() == [
-        f"python3.here: {tmp_path / 'python3.here'}",
-        "python3.shim: left out: no virtual environment: shim: not found",
-        "python3.without_pip: left out: no virtual environment: Error: ensurepip",
-        f"python3.without_headers: left out: no headers: there is no {tmp_path / 'Python.h'}",
-        "python3.nowhere: left out: not here",
-    ]
 
 
 @pytest.mark.parametrize("lost", [None, "cpu", "cuda"])
@@ -227,70 +175,3 @@ def test_wheels_are_built_from_the_unpacked_sdist(build_wheels: Any, tmp_path: P
     monkeypatch.setattr(build_wheels, "run", lambda command: run(pack if "build" in command else command))
     monkeypatch.setattr(tarfile.TarFile, "extractall", lambda self, path: warnings.warn("no filter", stacklevel=2))
     assert (build_wheels.build_sdist(dist) / "setup.py").read_text() == "as packed"
-
-
-# --- workflows ------------------------------------------------------------------------------------------------------
-
-WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
-CONTEXTS = {"github", "matrix", "env", "needs", "runner", "steps"}
-
-
-def workflow(path: Path) -> dict[str, Any]:
-    """GitHub reads the key `on` as text; YAML 1.1 as a flag."""
-    loaded: dict[Any, Any] = pytest.importorskip("yaml").safe_load(path.read_text())
-    return {"on" if key is True else key: value for key, value in loaded.items()}
-
-
-def steps_of(workflow: dict[str, Any]) -> list[dict[str, Any]]:
-    return [step for job in workflow["jobs"].values() for step in job.get("steps", [])]
-
-
-def test_there_are_workflows() -> None:
-    assert {path.stem for path in WORKFLOWS} == {"build", "test", "docs", "release"}
-
-
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_workflows_are_well_formed(path: Path) -> None:
-    """What GitHub would refuse, or what would run for hours or with rights that it need not have."""
-    found = workflow(path)
-    assert set(found) <= {"name", "on", "permissions", "concurrency", "env", "jobs"} and found["name"] == path.stem
-    assert found["permissions"] == {"contents": "read"} and found["jobs"]
-    for name, job in found["jobs"].items():
-        assert set(job) <= {"runs-on", "container", "timeout-minutes", "strategy", "needs", "steps", "uses"}, name
-        needed = [job["needs"]] if isinstance(job.get("needs"), str) else job.get("needs", [])
-        assert set(needed) <= set(found["jobs"]) - {name}
-        if "uses" in job:
-            assert "workflow_call" in workflow(ROOT / job["uses"])["on"] and "steps" not in job
-        else:
-            assert {"runs-on", "timeout-minutes", "steps"} <= set(job)
-    for step in steps_of(found):
-        assert ("run" in step) != ("uses" in step) and set(step) <= {"run", "uses", "with", "env", "if"}
-        assert "uses" not in step or re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"])
-
-
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_expressions_name_what_there_is(path: Path) -> None:
-    text = path.read_text()
-    expressions = re.findall(r"\$\{\{ ([\w.-]+) \}\}", text)
-    assert text.count("${{") == len(expressions)
-    for expression in expressions:
-        context, *names = expression.split(".")
-        assert context in CONTEXTS and names
-        if context == "matrix":
-            matrices = [job["strategy"]["matrix"] for job in workflow(path)["jobs"].values() if "strategy" in job]
-            assert any(names[0] in matrix for matrix in matrices)
-
-
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_workflows_call_make(path: Path) -> None:
-    """Targets that are there; and what is tested is what the classifiers name."""
-    makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.search(r"^\.PHONY: (.*?[^\\])\n", makefile, re.DOTALL | re.MULTILINE)[1].split())  # type: ignore[index]
-    commands = [step["run"] for step in steps_of(workflow(path)) if "run" in step]
-    called = [word for line in commands if line.startswith("make ") for word in line.split()[1:] if "=" not in word]
-    assert called and set(called) <= targets
-    versions = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+$", line)]
-    if path.stem in ("test", "build"):
-        assert sorted(set(re.findall(r"\b3\.1\d\b", path.read_text()))) == sorted(versions)
-    else:
-        assert set(re.findall(r'"(3\.\d+)"', path.read_text())) <= set(versions)

@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from pairwise import each_once, each_once_with, pairwise
+from pairwise import each_once, pairwise
 
 
 @pytest.mark.parametrize(
@@ -30,10 +30,6 @@ def test_every_pair_is_in_a_case(sizes: tuple[int, ...], most: int) -> None:
     assert len(cases) <= most and cases == pairwise(*parameters)
 
 
-def test_values_need_no_order_and_no_hash() -> None:
-    assert pairwise([{}, None], [[1], "a"]) == [({}, [1]), ({}, "a"), (None, [1]), (None, "a")]
-
-
 @pytest.mark.parametrize("sizes, usual", [((8, 3), 8), ((2, 2), 2), ((3, 5, 4), 5), ((4, 1), 4)])
 def test_the_usual_run_has_each_value(sizes: tuple[int, ...], usual: int) -> None:
     parameters = [[f"{name}{i}" for i in range(size)] for name, size in zip("abc", sizes)]
@@ -44,18 +40,3 @@ def test_the_usual_run_has_each_value(sizes: tuple[int, ...], usual: int) -> Non
     assert all([mark.name for mark in case.marks] == ["long"] for case in others)
     everything = [case if type(case) is tuple else tuple(case.values) for case in cases]
     assert everything == [*product(*parameters)]  # in their order, and none is lost
-
-
-def test_the_usual_run_spreads_what_is_seldom() -> None:
-    """As many cases with each of the shorter parameter's values, not all with the first."""
-    plain = [case for case in each_once(product("abcdef", [{}, [1]])) if type(case) is tuple]
-    assert [sum(case[1] == value for case in plain) for value in ({}, [1])] == [3, 3]
-
-
-def test_each_way_has_one_value_in_the_usual_run_and_the_others_in_long_ones() -> None:
-    cases = each_once_with([(1, "a"), (2, "b"), (3, "c")], ["x", "y"])
-    plain = [case for case in cases if type(case) is tuple]
-    others = [case for case in cases if type(case) is not tuple]
-    assert plain == [(1, "a", ["x"]), (2, "b", ["y"]), (3, "c", ["x"])]
-    assert [case.values for case in others] == [(1, "a", ["y"]), (2, "b", ["x"]), (3, "c", ["y"])]
-    assert all([mark.name for mark in case.marks] == ["long"] for case in others)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import peer_suites
-from peer_plugin import OPTIMIZERS
 from peer_suites import APEX_TESTS, FSDP2, SUITES, TE_TESTS
 
 ROOT = Path(__file__).parents[1]
@@ -60,63 +59,6 @@ def test_ranks(recipe, ranks): assert ranks == 2
 def test_hybrid(): assert False
 def test_dcp_resharding_save(recipe, ranks): assert ranks == 2
 def test_dcp_resharding_load(recipe, ranks): assert ranks == 1 and recipe == "DelayedScaling"
-"""
-# As in torch: tests made of a table of optimizers, and some in processes that they start.
-TORCH_FILE = """
-import torch
-from torch.testing._internal.common_device_type import instantiate_device_type_tests
-from torch.testing._internal.common_optimizers import optim_db, optims
-from torch.testing._internal.common_utils import TestCase
-
-class TestOptimRenewed(TestCase):
-    @optims(optim_db)
-    def test_class(self, device, dtype, optim_info):
-        assert optim_info.optim_cls is getattr(torch.optim, optim_info.optim_cls.__name__)
-        optimizer = optim_info.optim_cls([torch.zeros(2)])
-        assert optimizer.param_groups[0]["weight_decay"] == 0.01 * (optim_info.name == "AdamW")
-        assert optimizer.state_dict()["param_groups"][0]["decoupled_weight_decay"] == (optim_info.name == "AdamW")
-
-    @optims(optim_db)
-    def test_amsgrad(self, device, dtype, optim_info):
-        param = torch.ones(2, requires_grad=True)
-        optim_info.optim_cls([{"params": [param], "amsgrad": True}], amsgrad=True, differentiable=True)
-
-instantiate_device_type_tests(TestOptimRenewed, globals())
-"""
-DTENSORS_FILE = """
-import multiprocessing
-import torch
-
-def found(queue):
-    queue.put(torch.optim.Adam.__mro__[1].__name__)
-
-def test_adam_1d():
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=found, args=(queue,))
-    process.start()
-    name = queue.get(timeout=60)
-    process.join()
-    assert name == torch.optim.Adam.__mro__[1].__name__ == "FusedAdam", name
-"""
-# Rank 0 fails and ends; rank 1 goes on after that.
-RANKS_DIFFER = """
-import time
-from pathlib import Path
-
-OTHER = Path(__file__).with_name("pid")
-
-def test_first():
-    if os.environ["RANK"] == "0":
-        OTHER.write_text(str(os.getpid()))
-        raise ValueError
-
-def test_second():
-    if os.environ["RANK"] == "1":
-        while not OTHER.exists() or Path("/proc", OTHER.read_text(), "exe").exists():
-            time.sleep(0.05)
-        time.sleep(2)
-        raise ValueError("first line\\nlast line")
 """
 
 
@@ -173,58 +115,6 @@ def test_one_gpu(sources: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert log.count("test_SGD") == 0 and log.count("test_fp16_master FAILED") == 2
 
 
-def test_suites_of_a_peer_follow_one_another() -> None:
-    found = [[suite for suite, _ in lane] for lane in peer_suites.lanes(list(SUITES))]
-    assert found == [[TE] * 3, [SHARDED, RESHARDED] * 3, [APEX] * 3, [TORCH, DTENSORS, STATE_DICTS] * 3]
-
-
-@pytest.mark.long
-def test_several_ranks(sources: Path) -> None:
-    """A test that fails on any rank has failed, and no rank ends the others."""
-    found = peer_suites.outcomes(RESHARDED, "theirs", sources, sources / "log")
-    assert counts(found) == {"passed": 3, "failed": 1} and not found["unexpected"] and not found["unfinished"]
-    (sources / FSDP2).write_text(FSDP2_FILE + RANKS_DIFFER)
-    found = peer_suites.outcomes(SHARDED, "drop_in", sources, sources / "log")
-    assert counts(found) == {"passed": 2, "failed": 2} and not found["unfinished"]
-    first, second = found["unexpected"]
-    assert first.endswith("::test_first") and second == "run_fsdp2_fused_adam.py::test_second"
-    assert found["failures"][second] == "ValueError: first line\nlast line"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("optimizer, unexpected", [("own", 0), ("drop_in", 2)])
-def test_some_failures_are_expected_of_one_class(sources: Path, optimizer: str, unexpected: int) -> None:
-    (sources / FSDP2).write_text(FSDP2_FILE + "def test_fused_adam_fp8_master_weights(recipe): assert False\n")
-    found = peer_suites.outcomes(SHARDED, optimizer, sources, sources / "log")
-    assert found["failed"] == 2 and len(found["unexpected"]) == unexpected
-
-
-@pytest.mark.long
-def test_torchs_classes_are_replaced(sources: Path) -> None:
-    pytest.importorskip("expecttest", reason="torch's tests need it")
-    for suite, text in ((TORCH, TORCH_FILE), (DTENSORS, DTENSORS_FILE)):
-        (sources / suite.files[0]).parent.mkdir(parents=True, exist_ok=True)
-        (sources / suite.files[0]).write_text(text)
-    found = {each: peer_suites.outcomes(TORCH, each, sources, sources / "log") for each in OPTIMIZERS["torch"]}
-    assert {each: counts(own) for each, own in found.items()} == {
-        "own": {"passed": 2, "failed": 2},
-        "supported": {"passed": 4},
-        "theirs": {"passed": 4},
-    }
-    assert found["own"]["class"] == "fused_optim.adam.FusedAdam, fused_optim.adam.FusedAdamW"
-    assert found["own"]["reasons"] == {"differentiable is refused": 2} and not found["own"]["unexpected"]
-    for each, outcome in {"supported": "passed", "theirs": "failed"}.items():
-        assert counts(peer_suites.outcomes(DTENSORS, each, sources, sources / "log")) == {outcome: 1}
-
-
-def test_reasons_are_of_tests_and_messages() -> None:
-    message = "parameter 0: expected ..., got torch.float64; convert it to torch.float32"
-    assert peer_suites.reason_of("file.py::A::test_x", message, "supported") == "float64 parameters are refused"
-    assert peer_suites.reason_of("file.py::A::test_x", message, "theirs") is None
-    assert peer_suites.reason_of("file.py::test_fp16_master", "", "theirs") is not None
-    assert peer_suites.reason_of("file.py::test_fp16_master_2", "", "theirs") is None
-
-
 @pytest.mark.parametrize("broken", ["\ndef test_ends():\n    import os; os._exit(0)\n", "\nimport no_such_module\n"])
 def test_suites_that_do_not_end(sources: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     (sources / TE.files[0]).write_text(TE_FILE + broken)
@@ -248,8 +138,3 @@ def test_what_is_missing_is_named(sources: Path, capsys: pytest.CaptureFixture[s
         with pytest.raises(SystemExit):
             peer_suites.main([str(folder), "--output", str(sources / "results.json")])
         assert f"{folder / file} is missing" in capsys.readouterr().err
-
-
-def test_blobs_are_those_of_git(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("what is up, doc?")  # the example of git's book
-    assert peer_suites.blob(tmp_path / "file") == "bd9dbf5aae1a3862dd1526723246b20206e5fc37"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -16,10 +15,8 @@ import torch
 from torch import nn
 
 import fresh
-import fused_optim
 from fused_optim import FusedAdamW, save_master_safetensors
 from fused_optim.__main__ import main
-from fused_optim.optional import optional
 from fused_optim.quantized import load_quantized_safetensors, save_quantized_safetensors
 from fused_optim.tools.conversion import convert_checkpoint
 
@@ -112,13 +109,6 @@ def test_other_programs_get_the_whole_package(arguments: str, forked: str, tmp_p
     assert done.stdout.split() == ["FusedAdamW"] * 2, done.stderr
 
 
-def test_version_python_and_system(forked: str, tmp_path: Path) -> None:
-    assert python(tmp_path, "-m", "fused_optim", "--version").stdout == f"fused_optim {fused_optim.__version__}\n"
-    lines = python(tmp_path, "-m", "fused_optim", "info", program=forked).stdout.splitlines()
-    assert lines[0] == f"fused_optim {fused_optim.__version__}, torch {torch.__version__}"
-    assert lines[1] == f"Python {platform.python_version()}, {platform.platform()}"
-
-
 # --- extras that are missing --------------------------------------------------------------------------------------
 
 
@@ -204,14 +194,3 @@ def test_functions_name_the_extra(doing: str, tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ImportError, match=f"^{re.escape(text)}$") as raised:
         function(tmp_path / "new")
     assert raised.value.name == package and not any(tmp_path.iterdir())
-
-
-def test_packages_that_lack_others_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is missing is named, not what asks for it; and what is there but broken is no missing extra."""
-    (tmp_path / "lacking_another.py").write_text("import another.part")
-    (tmp_path / "broken_package.py").write_text("from math import nonsense")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ImportError, match=f"^{re.escape(needs('drawing', 'another', 'tools'))}$"):
-        optional("lacking_another", "drawing", "tools")
-    with pytest.raises(ImportError, match="cannot import name 'nonsense'"):
-        optional("broken_package", "drawing", "tools")

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from change_cases import RECIPES, Expected, Model, set_gradients
-from fused_optim import enable_gradient_release
 from fused_optim.backends import changed_bits
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 from pairwise import pairwise
-from peers import FusedAdam, FusedAdamW, FusedLion, FusedMuon
+from peers import FusedAdamW, FusedLion, FusedMuon
 
 
 @pytest.fixture(params=["device", "host"])
@@ -83,24 +82,6 @@ def test_frozen_parameters_of_other_dtypes(device: str, where: str, dtype: torch
     assert optimizer.take_changes(model) == {}
 
 
-def test_offloaded_states(device: str) -> None:
-    model = Model(torch.bfloat16, device)
-    run(model, FusedAdamW(model.parameters(), lr=1e-4, state_dtype="int8", offload_states=True))
-
-
-def test_gradient_release(device: str) -> None:
-    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)).to(device, torch.bfloat16)
-    optimizer = FusedAdamW(model.parameters(), lr=1e-4)
-    enable_gradient_release(model, optimizer)
-    optimizer.track_changes()
-    expected = Expected(model)
-    for seed in range(3):
-        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)).to(device, torch.bfloat16)
-        model(x).square().sum().backward()
-        optimizer.step()
-        expected.check(optimizer.take_changes(model))
-
-
 def test_values_are_compared_by_their_bits(device: str, where: str) -> None:
     model = Model(torch.float32, device, {"weight": (4,)})
     with torch.no_grad():
@@ -128,25 +109,6 @@ def test_values_that_came_back_count_for_nothing(device: str, where: str) -> Non
     assert taken.indices.tolist() == [1] and torch.equal(taken.values, before[1:2])
 
 
-def test_skipped_steps_change_nothing(device: str) -> None:
-    model = Model(torch.bfloat16, device)
-    optimizer = FusedAdamW(model.parameters(), lr=1e-2, skip_nonfinite=True)
-    run(model, optimizer)
-    set_gradients(model, 9)
-    model.bias.grad[3] = float("inf")
-    optimizer.step()
-    assert optimizer.skipped_steps == 1 and optimizer.take_changes(model) == {}
-    model = Model(torch.float32, device)
-    optimizer = FusedAdamW(model.parameters(), lr=1e-2)
-    run(model, optimizer)
-    scaler = torch.amp.GradScaler(device, init_scale=4.0)
-    set_gradients(model, 10)
-    model.bias.grad[3] = float("nan")
-    scaler.scale(torch.ones((), device=device))  # which creates the scale
-    scaler.step(optimizer)
-    assert optimizer.take_changes(model) == {}
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_replays_of_a_graph() -> None:
@@ -168,41 +130,6 @@ def test_replays_of_a_graph() -> None:
     for _ in range(3):
         graph.replay()
         expected.check(optimizer.take_changes(model))
-
-
-def test_refused_steps_change_nothing(device: str) -> None:
-    model = Model(torch.bfloat16, device)
-    optimizer = FusedAdamW(model.parameters(), lr=1e-2)
-    run(model, optimizer)
-    set_gradients(model, 9)
-    model.bias.grad = torch.randn(37, device=device).to(torch.bfloat16).to_sparse()
-    with pytest.raises(RuntimeError):
-        optimizer.step()
-    assert optimizer.take_changes(model) == {}
-
-
-def test_scaled_and_clipped_gradients(device: str) -> None:
-    model = Model(torch.float32, device)
-    optimizer = FusedAdam(model.parameters(), lr=1e-3, weight_decay=0.1, decoupled_weight_decay=False)
-    optimizer.track_changes()
-    expected = Expected(model)
-    for seed in range(3):
-        set_gradients(model, seed)
-        optimizer.clip_grad_norm_(0.5)
-        optimizer.step()
-        expected.check(optimizer.take_changes(model))
-
-
-def test_parameters_without_gradients_or_frozen(device: str) -> None:
-    model = Model(torch.bfloat16, device)
-    model.wide.requires_grad_(False)
-    optimizer = FusedAdamW(model.parameters(), lr=1e-2)
-    optimizer.track_changes()
-    set_gradients(model, 0)
-    model.wide.grad = model.odd.grad = None
-    optimizer.step()
-    taken = optimizer.take_changes(model)
-    assert "weight" in taken and not {"wide", "odd"} & set(taken)
 
 
 def test_not_contiguous_and_gradients_of_other_dtypes(device: str) -> None:
@@ -354,17 +281,6 @@ def test_codes_and_scales_that_others_write(device: str, where: str, recipe: Any
     expected.check(optimizer.take_changes(model))
 
 
-def test_masters_from_outside_count_once_they_are_in_the_parameter(device: str) -> None:
-    model = Model(torch.float16, device)
-    optimizer = FusedAdamW(model.parameters(), lr=1e-5)
-    run(model, optimizer)
-    expected = Expected(model)
-    optimizer.set_scaled_state(model.weight, "master_param", torch.randn(model.weight.shape, device=device))
-    assert optimizer.take_changes(model) == {}
-    optimizer.sync_params_from_master()
-    expected.check(optimizer.take_changes(model))
-
-
 def test_loads_and_marks_by_hand(device: str, where: str) -> None:
     model = Model(torch.bfloat16, device)
     optimizer = FusedAdamW(model.parameters(), lr=1e-3)
@@ -404,31 +320,6 @@ def test_a_take_that_fails_takes_nothing(device: str, where: str, error: str, mo
         with pytest.raises(RuntimeError, match="out of memory"):
             optimizer.take_changes(model)
     expected.check(optimizer.take_changes(model))
-
-
-def test_tracking_may_begin_in_inference_mode(device: str, where: str) -> None:
-    model = Model(torch.bfloat16, device)
-    optimizer = FusedAdamW(model.parameters(), lr=1e-3)
-    with torch.inference_mode():
-        optimizer.track_changes(where=where)
-        optimizer.mark_changed()
-        optimizer.take_changes(model)
-    expected = Expected(model)
-    set_gradients(model, 0)
-    optimizer.step()
-    expected.check(optimizer.take_changes(model))
-
-
-@pytest.mark.parametrize("change", [lambda x: x.half(), lambda x: x.reshape(128, 6)])
-def test_another_dtype_or_shape_of_the_same_bits_counts(device: str, change: Any) -> None:
-    model = Model(torch.bfloat16, device)
-    nn.init.zeros_(model.weight)
-    optimizer = FusedAdamW(model.parameters())
-    optimizer.track_changes()
-    model.weight.data = change(model.weight.data)
-    taken = optimizer.take_changes(model)["weight"]
-    assert torch.equal(taken.values, model.weight.detach().view(-1)) and taken.shape == model.weight.shape
-    assert optimizer.take_changes(model) == {}
 
 
 def test_where_and_dtypes_are_checked(device: str) -> None:

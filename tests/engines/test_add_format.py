@@ -188,7 +188,7 @@ def tree(tmp_path: Path) -> Path:
     """The sources with the steps done."""
     tree = tmp_path / "tree"
     shutil.copytree(ROOT / "csrc", tree / "csrc")
-    shutil.copytree(ROOT / "fused_optim", tree / "fused_optim", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copytree(ROOT / "fused_optim", tree / "fused_optim", ignore=shutil.ignore_patterns("*.so"))
     shutil.copy(ROOT / "setup.py", tree)
     for name, anchor, addition in STEPS:
         text = (tree / name).read_text()

@@ -108,7 +108,7 @@ def test_an_engine_is_built_with_the_rule(tmp_path: Path) -> None:
         pytest.skip("no C++ compiler")
     tree = tmp_path / "tree"
     shutil.copytree(ROOT / "csrc", tree / "csrc")
-    shutil.copytree(ROOT / "fused_optim", tree / "fused_optim", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copytree(ROOT / "fused_optim", tree / "fused_optim", ignore=shutil.ignore_patterns("*.so"))
     shutil.copy(ROOT / "setup.py", tree)
     table = str(NADAMW / "nadamw.toml")
     run(BUILD, tree, FUSED_OPTIM_RULES=table, FUSED_OPTIM_REQUIRE="cpu", FUSED_OPTIM_CUDA_ARCHS="none")

@@ -53,12 +53,6 @@ def test_info() -> None:
         assert any(line.startswith(name) and ("not available" in line) != available for line in lines)
 
 
-def test_info_names_a_torch_that_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    for release, said in {"2.10.1": ", which was not tried: known are 2.11 to 2.15", "2.15.0+cpu": ""}.items():
-        monkeypatch.setattr(torch, "__version__", release)
-        assert info().splitlines()[0] == f"fused_optim {fused_optim.__version__}, torch {release}{said}"
-
-
 @pytest.mark.parametrize("name", COMPILED)
 def test_built_engines_import(name: str) -> None:
     built = build_info().get(name, {})
@@ -134,20 +128,6 @@ def test_the_reference_in_place_of_an_engine_is_announced_once(name: str, monkey
         assert [backend_for(name) for _ in range(3)] == ["torch"] * 3
     assert len(caught) == 1
     assert ("150 to 300 times slower" in str(caught[0].message)) == (name == "cuda")
-
-
-@pytest.mark.usefixtures("_as_in_a_new_process")
-def test_steps_announce_the_reference_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "load_engine", lambda _: (None, REASON))
-    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
-    for param in params:
-        param.grad = torch.ones(3)
-    with pytest.warns(UserWarning, match="by its PyTorch reference") as caught:
-        for optimizer in (FusedAdam(params[:1]), FusedAdam(params[1:])):
-            optimizer.step()
-            optimizer.step()
-    assert len(caught) == 1
-    assert all(bool((param < 1).all()) for param in params)
 
 
 def machine(

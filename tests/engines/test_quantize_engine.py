@@ -14,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_optim import FusedAdam
 from fused_optim.adapters import Fractions
@@ -458,46 +457,6 @@ def test_tensors_use_the_engine(recipe: Recipe, engine: str, monkeypatch: pytest
     assert torch.equal(values, recipe.decode(expected, (64, 64))) and torch.equal(plain, values.bfloat16())
 
 
-def test_what_is_not_contiguous_is_left_to_the_reference(engine: str) -> None:
-    recipe = Float8BlockScaling((1, 128))
-    x = torch.randn(3, 384, device=engine)
-    components = recipe.empty((3, 384), x.device)
-    half = {name: part[:, : part.shape[1] // 3] for name, part in components.items()}
-    encode(recipe, half, x[:, :128], None)
-    assert_same(half, reference(recipe, x[:, :128].contiguous()))
-    assert not components["data"][:, 128:].any()
-    assert torch.equal(decode(recipe, half, x[:, :128], torch.float32), recipe.decode(half, (3, 128)))
-
-
-@recipe_of
-def test_lazily_negated_values_are_read_as_such(recipe: Recipe, engine: str) -> None:
-    """Beside others, which the engine takes."""
-    xs = [torch.randn(2, 256, device=engine) for _ in range(2)]
-    given = [torch._neg_view(xs[0]), xs[1]]
-    found = [reference(recipe, torch.zeros_like(x)) for x in xs]
-    for components, x in zip(found, given, strict=True):
-        recipe.rescale(components, recipe.absmax(x), None, True)
-    quantizer.encode([Encoding(recipe, components, x) for components, x in zip(found, given, strict=True)])
-    for components, x in zip(found, (-xs[0], xs[1]), strict=True):
-        expected = {name: part.clone() for name, part in components.items()}
-        recipe.encode(x, expected)
-        assert_same(components, expected)
-
-
-def test_dispatch_modes_see_operations(device: str) -> None:
-    class Seen(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            self.count += 1
-            return func(*args, **(kwargs or {}))
-
-    components = reference(MXFP8BlockScaling(), torch.randn(2, 32, device=device))
-    with Seen() as seen:
-        quantizer.decode(MXFP8BlockScaling(), components, (2, 32), torch.float32)
-    assert seen.count > 5
-
-
 def test_a_forced_reference_is_used(device: str, use_backend: Callable[[str], None]) -> None:
     components = reference(MXFP8BlockScaling(), torch.randn(2, 32, device=device))
     use_backend("torch")
@@ -508,13 +467,6 @@ def test_a_forced_reference_is_used(device: str, use_backend: Callable[[str], No
 
     with pytest.raises(KeyError):
         quantizer.decode(Spy(), components, (2, 32), torch.float32)
-
-
-def test_written_tensors_know_that_they_were(engine: str) -> None:
-    components = reference(NVFP4BlockScaling(), torch.randn(2, 32, device=engine))
-    before = {name: part._version for name, part in components.items()}
-    write(NVFP4BlockScaling(), components, torch.randn(2, 32, device=engine))
-    assert all(components[name]._version > version for name, version in before.items())
 
 
 @pytest.mark.parametrize(

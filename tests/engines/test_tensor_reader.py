@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused_optim.backends import compiled, load_engine
 from fused_optim.backends.engine import EngineTensorReader
@@ -112,24 +111,6 @@ def test_memory_that_ends_too_early_is_none(part: slice) -> None:
     assert addresses(checks, [found]) == [found.data_ptr()]
     tensor.untyped_storage().resize_(9 * 4)
     assert addresses(checks, [found, before]) == [0, before.data_ptr()]
-
-
-@pytest.mark.parametrize("make", [reader, misled])
-def test_lazy_copies_are_made_before_their_memory_is_written(make: Callable[[], EngineTensorReader]) -> None:
-    tensor = torch.ones(3)
-    copy = torch._lazy_clone(tensor)
-    found = addresses(make(), [tensor, copy])
-    assert not torch._C._is_cow_tensor(tensor) and found == [tensor.data_ptr(), copy.data_ptr()]
-    assert found[0] != found[1]
-
-
-def test_modes_have_no_part_in_what_is_found() -> None:
-    """It is found once, perhaps in a mode that makes other tensors than ordinary ones."""
-    compiled._tensor_reader.cache_clear()
-    with FakeTensorMode():
-        found = compiled.tensor_reader(CPU)
-    compiled._tensor_reader.cache_clear()
-    assert found.reads_directly
 
 
 def written(times: int) -> Tensor:

@@ -22,6 +22,7 @@ from fused_optim.quantized import (
     quantized_model_init,
 )
 from fused_optim.quantized.fp8.linear import QuantizedLinear
+from pairwise import pairwise
 from quantized_cases import RECIPES
 
 accelerate = pytest.importorskip("accelerate")
@@ -30,6 +31,7 @@ transformers = pytest.importorskip("transformers")
 from hugging_face_cases import every_linear, language_model, logits, weights_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+NAMES = ["llama", "llama-tied", "mixtral"]
 KEPT = Float8CurrentScaling(compute="fp8", keep_weights=True)
 MODULES = ("embed_tokens", "layers.0", "layers.1", "norm", "rotary_emb")
 CPU = {**{f"model.{name}": "cpu" for name in MODULES}, "lm_head": "cpu"}
@@ -43,9 +45,9 @@ def quantized(name: str, recipe: Recipe, initial: bool = False) -> nn.Module:
 # --- hooks that move nothing ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES.values(), KEPT], ids=[*RECIPES, "kept"])
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "mixtral"])
-@pytest.mark.parametrize("initial", [False, True])
+@pytest.mark.parametrize(  # not the product: each two
+    "recipe, name, initial", pairwise([*RECIPES.values(), KEPT], NAMES, [False, True]), ids=str
+)
 def test_dispatched_models_compute_the_same(name: str, recipe: Recipe, initial: bool) -> None:
     """Weights without memory of their own are not taken for one tied weight."""
     model = quantized(name, recipe, initial)
@@ -76,9 +78,7 @@ def test_layers_with_hooks_multiply_in_fp8(recipe: Recipe) -> None:
 # --- offloading -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "mixtral"])
-@pytest.mark.parametrize("initial", [False, True])
+@pytest.mark.parametrize("recipe, name, initial", pairwise(list(RECIPES), NAMES, [False, True]))
 def test_weights_are_offloaded_to_the_cpu(name: str, recipe: str, initial: bool) -> None:
     model = quantized(name, RECIPES[recipe], initial)
     expected = logits(model)

@@ -99,14 +99,6 @@ def test_positional_arguments_of_apex() -> None:
     assert (optimizer.adam_w_mode, optimizer.set_grad_none, optimizer.master_weights) == (0, False, True)
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_options_of_our_own(face: type[FusedAdam]) -> None:
-    optimizer = face(parameters(), seed=5, checkpoint_format="native")
-    assert (optimizer.seed, optimizer.checkpoint_format) == (5, "native")
-    with pytest.raises(TypeError, match="no_such_option"):
-        face(parameters(), no_such_option=1)
-
-
 @pytest.mark.parametrize("adam_w_mode", [True, False])
 @pytest.mark.parametrize("face", FACES)
 def test_steps_are_those_of_torch(face: type[FusedAdam], adam_w_mode: bool) -> None:
@@ -119,14 +111,6 @@ def test_steps_are_those_of_torch(face: type[FusedAdam], adam_w_mode: bool) -> N
         step(expected, number)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_no_masters_unless_asked_for(face: type[FusedAdam]) -> None:
-    for asked in (False, True):
-        optimizer = face(parameters(BF16), master_weights=asked)
-        optimizer.initialize_state()
-        assert all(("master_param" in state) == asked for state in optimizer.state.values())
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -162,14 +146,6 @@ def test_amsgrad_is_refused_as_they_do(face: type[FusedAdam]) -> None:
 def test_arguments_that_apex_has_given_up(name: str) -> None:
     with pytest.raises(RuntimeError, match=name):
         apex.FusedAdam(parameters()).step(**{name: []})
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_sparse_gradients_are_refused_as_they_do(face: type[FusedAdam]) -> None:
-    param = nn.Parameter(torch.zeros(4, 2))
-    param.grad = torch.ones(4, 2).to_sparse()
-    with pytest.raises(RuntimeError, match="sparse"):
-        face([param]).step()
 
 
 @pytest.mark.parametrize("name", ["master_weight_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"])

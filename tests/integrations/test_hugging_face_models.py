@@ -21,7 +21,6 @@ from fused_optim.quantized import (
     finish_initialization,
     quantize_model_,
     quantized_model_init,
-    save_pretrained_as,
 )
 from quantized_cases import RECIPES, has_tiles
 
@@ -242,29 +241,6 @@ def test_adapters_stay_plain(how: str) -> None:
 
 
 @pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("merge", MERGES)
-def test_merges_that_stop_halfway_go_on_later(merge: str, dora: bool) -> None:
-    """PEFT merges layer by layer: plain ones before the first quantized one are merged; the model computes the same."""
-
-    def build(quantizes: bool) -> nn.Module:
-        base = language_model("llama")
-        if quantizes:
-            quantize_model_(base, {"*.down_proj": RECIPES["mxfp8"]}, keep_initial=False)
-        torch.manual_seed(1)
-        config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], use_dora=dora, init_lora_weights=False)
-        return peft.get_peft_model(base, config).eval()
-
-    model = build(True)
-    others, expected = decoded_base(model), logits(model)
-    with pytest.raises((TypeError, RuntimeError), match=r"down_proj\.weight.*dequantize_model_"):
-        MERGES[merge](model)
-    assert len(quantized_names(model)) == 2
-    assert (logits(model) - expected).norm() < 0.02 * expected.norm()  # what one merged layer is rounded by
-    MERGES[merge](dequantize_model_(model)), MERGES[merge](others)
-    assert torch.equal(logits(model), logits(others))
-
-
-@pytest.mark.parametrize("dora", [False, True])
 def test_kept_weights_are_merged_as_plain_ones(dora: bool) -> None:
     """In all orders: they are plain for all but products."""
     models = []
@@ -294,21 +270,3 @@ def test_adapters_are_saved_and_loaded(recipe: str, dora: bool, tmp_path: Path) 
     base = quantize_model_(language_model("llama"), RECIPES[recipe], keep_initial=False)
     for each in (base, dequantize_model_(copy.deepcopy(base))):
         assert torch.equal(logits(peft.PeftModel.from_pretrained(each, tmp_path).eval()), logits(model))
-
-
-def test_whole_layers_are_saved_decoded_beside_adapters(tmp_path: Path) -> None:
-    """Layers of the quantized base that train themselves, too."""
-    base = quantize_model_(language_model("llama"), RECIPES["mxfp8"])
-    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["up_proj"]))
-    optimizer = FusedAdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
-    for _ in range(2):
-        model(TOKENS, labels=TOKENS).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with pytest.raises(TypeError, match=r"up_proj\.weight.*save_pretrained_as\(model\)"):
-        model.save_pretrained(tmp_path)
-    save_pretrained_as(model)
-    model.save_pretrained(tmp_path)
-    base = quantize_model_(language_model("llama"), RECIPES["mxfp8"], keep_initial=False)
-    for each in (base, dequantize_model_(copy.deepcopy(base))):
-        assert torch.equal(logits(peft.PeftModel.from_pretrained(each, tmp_path).eval()), logits(model.eval()))

@@ -40,6 +40,7 @@ from megatron_cases import (
     state_options,
     train,
 )
+from pairwise import pairwise
 
 pytest.importorskip("megatron_fsdp")
 
@@ -202,9 +203,9 @@ def load(kind: str, options: dict[str, Any], form: str, path: str, steps: range)
     return contents(model, optimizer), settings(optimizer)
 
 
-@pytest.mark.parametrize("form", ["unscaled", "native"])
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-@pytest.mark.parametrize("kind", ["masters", "remainders"])
+@pytest.mark.parametrize(  # not the product: each two
+    "fmt, kind, form", pairwise(FORMATS, ["masters", "remainders"], ["unscaled", "native"]), ids=str
+)
 def test_checkpoints_reshard_and_continue(kind: str, fmt: torch.dtype, form: str, tmp_path: Path) -> None:
     options, path = state_options(fmt), str(tmp_path)
     expected = distributed.run(1, trained, kind, options, 5)

@@ -217,18 +217,6 @@ def test_sharding_does_not_change_bits(strategy: str, kind: str, fmt: torch.dtyp
     assert [(r["units.0.up"], r["root.narrow"], r["root.one"]) for r in rows] == [(5, 26, 1), (155, 38, 0)]
 
 
-@two_gpus
-@pytest.mark.parametrize("kind, grads", [("main params", None), ("main params", F32), ("masters", F32)])
-def test_decoupled_gradients_of_another_dtype(kind: str, grads: torch.dtype | None) -> None:
-    options = {"use_decoupled_grad": True, **state_options(BF16)}
-    results = distributed.run(2, trained_with_grads_in, grads, kind, options, on="cuda")
-    check_trained(results, kind, state_options(BF16), 5)
-
-
-def trained_with_grads_in(grads: torch.dtype | None, kind: str, options: dict[str, Any]) -> Any:
-    return trained("optim_grads_params", kind, options, 5, grads=grads)
-
-
 def trained_by_torch(strategy: str, steps: int) -> tuple[dict[str, Tensor], None]:
     """torch.optim.AdamW under the same wrapper, whose step with zero gradients is taken back by hand."""
     mfsdp = package()
@@ -349,67 +337,6 @@ def test_hybrid_sharding_does_not_change_bits(outer_strategy: str, kind: str, fm
     ((expected, _),) = distributed.run(1, unsharded, kind, options, 5, scale, on="cuda")
     for found, _ in results:
         assert_same(found, expected)
-
-
-# --- wrapping -----------------------------------------------------------------------------------------------------
-
-
-def wrap(combined: bool, kind: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
-    """The optimizer as the wrapper leaves it, then one step."""
-    if combined:
-        model = new_model()
-        optimizer = FusedAdam(
-            model.parameters(), lr=LR, weight_decay=DECAY, **KINDS[kind][1], **options, decoupled_weight_decay=True
-        )
-        model, optimizer = package().fully_shard(model, optimizer, **wrapping("optim_grads_params", kind))
-    else:
-        model, optimizer = build("optim_grads_params", kind, options)
-    assert all(group["step"] == 0 for group in optimizer.param_groups)
-    for param in model.module.parameters():
-        assert set(optimizer.state[param]) >= {"exp_avg", "exp_avg_sq"}
-    found = contents(model.module, optimizer)
-    train(model, optimizer, range(1))
-    return found, [group["step"] for group in optimizer.param_groups]
-
-
-@two_gpus
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("combined", [False, True], ids=["fully_shard_optimizer", "fully_shard"])
-def test_wrapping_creates_states_and_leaves_no_mark(combined: bool, kind: str) -> None:
-    results = distributed.run(2, wrap, combined, kind, state_options(INT8), on="cuda")
-    for key, value in joined(results).items():
-        name, what = key.split()
-        expected = torch.zeros_like(value) if "exp_avg" in what else initial(name).to(value.dtype)
-        assert torch.equal(value, expected), key
-    assert all(set(steps) == {1} for _, steps in results)
-
-
-def trained_in_one_group(options: dict[str, Any], wrapped: bool) -> tuple[dict[str, Tensor], Facts]:
-    """By the combined ``fully_shard``, which makes one param group of all; or as a plain FP32 model."""
-    model = new_model()
-    optimizer = FusedAdam(
-        (model if wrapped else model.float()).parameters(),
-        lr=LR,
-        weight_decay=DECAY,
-        **options,
-        decoupled_weight_decay=True,
-    )
-    if wrapped:
-        model, optimizer = package().fully_shard(model, optimizer, **wrapping("optim_grads_params", "main params"))
-        train(model, optimizer, range(5))
-        return contents(model.module, optimizer), Facts(model.module, optimizer, model, 5)
-    train_plain(model, optimizer, 5)
-    return contents(model, optimizer), Facts(model, optimizer, model.to(BF16), 5)
-
-
-@two_gpus
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_combined_wrapping_does_not_change_bits(fmt: torch.dtype) -> None:
-    ((expected, facts),) = distributed.run(1, trained_in_one_group, state_options(fmt), False, on="cuda")
-    results = distributed.run(2, trained_in_one_group, state_options(fmt), True, on="cuda")
-    assert_same(joined(results), expected)
-    for _, found in results:
-        found.check(facts)
 
 
 # --- checkpoints --------------------------------------------------------------------------------------------------

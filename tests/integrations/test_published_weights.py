@@ -48,8 +48,7 @@ def _llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config).bfloat16()
 
 
-@pytest.mark.parametrize("lr", [1e-6, 1e-3])
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("quantized, lr", [(False, 1e-6), (True, 1e-3)])
 def test_a_served_llama_follows(tmp_path: Path, quantized: bool, lr: float) -> None:
     model = _llama()
     if quantized:

@@ -23,8 +23,6 @@ from torch.distributed.fsdp import fully_shard
 import distributed
 from distributed import Part, assert_same, join_all, needs_gpus, part, shard_like, two_gpus
 from fused_optim import FusedAdamW, adapters
-from fused_optim.quantized import MXFP8BlockScaling, NVFP4BlockScaling
-from fused_optim.quantized.adapters import others
 from fused_optim.sharding.dtensor import local_tensor, rewrap_like
 from fused_optim.state.param_state import ParamState
 from quantized_cases import gradient
@@ -310,7 +308,6 @@ ERRORS = {
     "MXFP8": E4M3,
     "NVFP4": (2**-2, 2**-4),
 }
-NEWER = ("MXFP8", "NVFP4")
 
 
 def delayed_scaling(scale: float) -> Any:
@@ -459,51 +456,3 @@ def test_masters_follow_writes_and_nothing_else(kind: str, monkeypatch: pytest.M
     optimizer.state_dict()
     master = optimizer.get_unscaled_state(param, "master_param")
     assert float((master - decoded(param)).abs().max()) < 0.02 and float((master - before).abs().max()) > 4
-
-
-def components_of(kind: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The tensor's own memory, as this package's recipe of the same format names it."""
-    parts = {"data": tensor._rowwise_data, "scale": tensor._rowwise_scale_inv}
-    return parts if kind == "MXFP8" else parts | {"tensor_scale": tensor._amax_rowwise / (6 * 448)}
-
-
-STAND_INS = {"MXFP8": MXFP8BlockScaling(), "NVFP4": NVFP4BlockScaling()}
-
-
-@pytest.mark.parametrize("kind", NEWER)
-def test_tensors_of_newer_gpus_are_given_their_masters(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors exist where their kernels do not: this package's quantizers fill their memory in place of those."""
-    recipe = STAND_INS[kind]
-
-    def quantize(self: Any, src: Tensor, dst: Tensor, *, noop_flag: Tensor | None = None) -> Tensor:
-        assert src.dtype == torch.float32 and noop_flag is None
-        if kind == "NVFP4":
-            dst._amax_rowwise.copy_(src.abs().max())
-        recipe.encode(src, components_of(kind, dst))
-        return dst
-
-    monkeypatch.setattr(type(quantizer_of(kind)), "update_quantized", quantize)
-    param = nn.Parameter(quantized(kind, torch.ones(SHAPE, device=GPU)))
-    kept = initial_values().bfloat16().cpu()
-    param.get_high_precision_init_val, param.clear_high_precision_init_val = lambda: kept, lambda: None
-    assert adapters.adapter_of(param) is others
-    with pytest.raises(ValueError, match=f"master_bits=0: a {kind}Tensor of shape"):
-        FusedAdamW([param], master_bits=0).initialize_state()
-    optimizer = FusedAdamW([param], lr=0.01)
-    master = assert_follows_adamw(param, optimizer, kept.float().to(GPU))
-    expected = components_of(kind, quantized(kind, master))
-    for name, value in components_of(kind, param).items():
-        assert torch.equal(value, expected[name]), name
-
-
-def test_nvfp4_tensors_seed_masters_with_their_decoded_values() -> None:
-    """Of NVFP4 an H200 has the library's kernel that decodes, of MXFP8 none."""
-    tensor = quantizer_of("NVFP4").make_empty(SHAPE, dtype=torch.bfloat16, device=GPU)
-    tensor._amax_rowwise.copy_(initial_values().abs().max())
-    components = components_of("NVFP4", tensor)
-    STAND_INS["NVFP4"].encode(initial_values(), components)
-    param = nn.Parameter(tensor)
-    optimizer = FusedAdamW([param])
-    optimizer.initialize_state()
-    expected = STAND_INS["NVFP4"].decode(components, SHAPE)
-    torch.testing.assert_close(optimizer.state[param]["master_param"], expected, rtol=1e-6, atol=0)

@@ -9,20 +9,9 @@ import pytest
 
 import fresh
 import muon_fsdp2
-from muon_fsdp2 import ALONE, CONTENDERS, covered
+from muon_fsdp2 import ALONE, CONTENDERS
 
 TRIAL = ["--models", "tiny", "--repeats", "1", "--only", "FusedMuon"]
-
-
-def test_overlapping_spans_are_counted_once() -> None:
-    assert covered([]) == 0.0
-    assert covered([(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.75), (7.0, 8.0)]) == 6.0
-
-
-@pytest.mark.parametrize("missing", ["muon_fsdp2_has_no_such_package", "muon_fsdp2_has_no_such_package.part"])
-def test_what_is_missing_is_found_out(missing: str) -> None:
-    assert not muon_fsdp2.can_import(missing)
-    assert muon_fsdp2.can_import("torch.optim")
 
 
 @pytest.mark.long

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from cases import FORMATS, MASTERS, Format, Master, values
 from distributed import same_bits
@@ -183,17 +181,6 @@ def test_the_engine_is_the_reference(fmt: Format, master: Master, device: str) -
     assert all(map(same_bits, *found))
 
 
-@pytest.mark.parametrize("ns_dtype", ["bfloat16", "float16", "float32", torch.float32], ids=str)
-def test_dtypes_of_products(ns_dtype: Any) -> None:
-    optimizer = FusedMuon(params(), experts=True, lr=0.01, ns_dtype=ns_dtype)
-    exact = FusedMuon(params(), experts=True, lr=0.01, ns_dtype="float32")
-    steps(optimizer, range(2))
-    steps(exact, range(2))
-    error = max(float((a - b).detach().abs().max()) for a, b in zip(optimizer.store.params, exact.store.params))
-    assert (error == 0.0) == (str(ns_dtype).endswith("float32")) and error < 0.01
-    assert optimizer.param_groups[0]["ns_dtype"] == str(ns_dtype).removeprefix("torch.")
-
-
 def test_gradients_too_small_for_fp16_products() -> None:
     grads = [values((16, 32), F32, "cpu", seed=1) * scale for scale in (1.0, 2.0**-40)]
     found = []
@@ -353,21 +340,6 @@ def test_schedulers_cycle_momentum_as_with_torchs(kind: str) -> None:
         torch.testing.assert_close(mine, reference, rtol=0.0, atol=2e-3)
 
 
-@pytest.mark.parametrize("kind", CYCLING)
-def test_groups_of_adamw_keep_their_betas_then(kind: str) -> None:
-    hidden, others = params(shapes=[(6, 128)]), params(shapes=[(6, 4)])
-    optimizer = FusedMuon([{"params": hidden}, {"params": others, "algorithm": "adamw"}], lr=0.1, betas=(0.8, 0.95))
-    scheduler = CYCLING[kind](optimizer)
-    for step in range(3):
-        steps(optimizer, range(step, step + 1))
-        scheduler.step()
-        assert optimizer.param_groups[1]["betas"] == (0.8, 0.95)
-    for each in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        each.add_param_group({"params": params(shapes=[(3, 4)]), "algorithm": "adamw"})
-        assert each.param_groups[2]["betas"] == (0.8, 0.95) and "betas" not in each.param_groups[0]
-        steps(each, range(3, 4))
-
-
 def test_gradient_release_is_refused() -> None:
     model = nn.Linear(4, 4, bias=False)
     optimizer = FusedMuon(model.parameters())
@@ -403,26 +375,7 @@ def test_diagnostics() -> None:
     assert "optimizer/group0/sigma_error" in found.scalars()
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_diagnostics_of_gradients_that_are_not_finite(value: float) -> None:
-    matrix = nn.Parameter(values((32, 16), F32, "cpu", seed=0))
-    optimizer = FusedMuon([("m", matrix)], lr=0.1)
-    steps(optimizer, range(1))
-    matrix.grad = torch.full((32, 16), value)
-    assert math.isnan(optimizer.diagnostics()["parameters"]["m"]["sigma_error"])
-
-
 # --- what the base gives ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("copied", ["pickle", "deepcopy"])
-def test_copies_go_on(copied: str) -> None:
-    optimizer = FusedMuon(params(BF16), experts=True, momentum_dtype="int8")
-    steps(optimizer, range(2))
-    again = pickle.loads(pickle.dumps(optimizer)) if copied == "pickle" else copy.deepcopy(optimizer)
-    steps(optimizer, range(2, 4))
-    steps(again, range(2, 4))
-    assert all(map(same_bits, contents(optimizer), contents(again)))
 
 
 def mixed(dtype: torch.dtype, **options: Any) -> FusedMuon:
@@ -525,19 +478,6 @@ def test_converted_checkpoints(layout: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "torch").exists()
 
 
-def test_lions_checkpoints_are_converted(tmp_path: Path) -> None:
-    model = nn.ParameterDict({"a": params()[0]})
-    optimizer = FusedLion(model.parameters(), state_dtype="bfloat16")
-    steps(optimizer, range(2))
-    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path / "saved")
-    convert_checkpoint(tmp_path / "saved", tmp_path / "native", "native", exp_avg_dtype="int8")
-    loaded = FusedLion(model.parameters(), state_dtype="int8")
-    load_optimizer_checkpoint(model, loaded, tmp_path / "native")
-    expected = FusedLion(model.parameters(), state_dtype="int8")
-    expected.load_state_dict(optimizer.state_dict())
-    assert torch.equal(loaded.state[model["a"]]["exp_avg"], expected.state[model["a"]]["exp_avg"])
-
-
 def test_clipping_and_scaled_gradients() -> None:
     """Both are in the first pass: the direction is the same, since its length is divided out."""
     plain, clipped, scaled = (
@@ -569,54 +509,3 @@ def test_skipped_steps_change_nothing() -> None:
     optimizer.step()
     assert all(map(same_bits, contents(optimizer), before)) and optimizer.skipped_steps == 1
     assert [group["step"] for group in optimizer.param_groups] == [2, 2]
-
-
-@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0, 4, 8), (3, 0, 8)], ids=str)
-def test_parameters_without_elements(shape: tuple[int, ...]) -> None:
-    optimizer, alone = (
-        FusedMuon([*params(), *more], experts=True) for more in ([nn.Parameter(torch.zeros(shape))], [])
-    )
-    steps(optimizer, range(2))
-    steps(alone, range(2))
-    assert all(map(torch.equal, optimizer.store.params[:-1], alone.store.params))
-
-
-def test_flags_as_text() -> None:
-    text, plain = (FusedMuon(params(), experts=True, lr=0.01, nesterov=value) for value in ("false", False))  # type: ignore[arg-type]
-    steps(text, range(2))
-    steps(plain, range(2))
-    assert all(map(same_bits, contents(text), contents(plain)))
-
-
-def test_frozen_parameters_and_missing_gradients() -> None:
-    optimizer = FusedMuon(params(), experts=True, lr=0.01)
-    first, second = optimizer.store.params[:2]
-    first.requires_grad_(False)
-    second.grad = torch.ones_like(second)
-    before = [param.detach().clone() for param in optimizer.store.params]
-    optimizer.step()
-    moved = [not torch.equal(now, then) for now, then in zip(optimizer.store.params, before, strict=True)]
-    assert moved == [False, True, False, False]
-
-
-def test_written_parameters_are_followed() -> None:
-    """Written as BF16 values, the next step starts there."""
-    optimizer = FusedMuon(params(BF16), experts=True, lr=0.0, weight_decay=0.0)
-    steps(optimizer, range(1))
-    param = optimizer.store.params[0]
-    with torch.no_grad():
-        param.fill_(0.5)
-    steps(optimizer, range(1, 2))
-    assert torch.equal(optimizer.get_unscaled_state(param, "master_param"), torch.full(param.shape, 0.5))
-
-
-def test_compiled_steps() -> None:
-    eager, compiled = (FusedMuon(params(), experts=True, lr=0.01) for _ in range(2))
-    step = torch.compile(compiled.step, backend="eager")
-    for number in range(2):
-        for i, (mine, other) in enumerate(zip(eager.store.params, compiled.store.params, strict=True)):
-            mine.grad = values(tuple(mine.shape), F32, "cpu", seed=10 * number + i)
-            other.grad = mine.grad.clone()
-        eager.step()
-        step()
-    assert all(map(same_bits, contents(eager), contents(compiled)))

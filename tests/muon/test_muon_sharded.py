@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from itertools import product
@@ -15,18 +14,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 import distributed
 from cases import values
 from distributed import Part, join_all, part, same_bits
-from fused_optim import FusedAdamW, FusedMuon, load_optimizer_checkpoint, muon_param_groups
+from fused_optim import FusedAdamW, FusedMuon, muon_param_groups
 from fused_optim.checkpoint import Checkpointer
 from fused_optim.matrices import shards
-from fused_optim.matrices.exchange import Dtypes
 from fused_optim.optimizer import ShardedOptimizer
 from pairwise import each_once, pairwise
 
@@ -149,60 +146,10 @@ def test_buckets_change_nothing(ranks: int, how: str) -> None:
     distributed.assert_same(join_all(distributed.run(ranks, trained_in_buckets, how)), expected)
 
 
-def test_buckets_are_small() -> None:
-    """By bytes of a rank's shards, of what is sent and what is made. Small matrices come first, those of one size
-    together."""
-    params: list[Tensor] = [torch.empty(100, size, device="meta") for size in (100, 100, 300, 50, 50)]
-    for limit, expected in (
-        (10**9, [[0, 1, 2, 3, 4]]),
-        (80_000, [[0, 3, 4], [1], [2]]),
-        (1, [[3], [4], [0], [1], [2]]),
-        (160_000, [[0, 1, 3, 4], [2]]),
-    ):
-        with mock.patch.object(shards, "BUCKET_BYTES", limit):
-            kinds = [shards.Kind((), Dtypes(BF16, BF16))] * 5
-            assert [bucket for bucket, _ in shards.in_buckets(dict(enumerate(params)), kinds)] == expected
-
-
-def work_in_buckets() -> list[list[int]]:
-    mesh = init_device_mesh(distributed.device().type, (dist.get_world_size(),))
-    own = torch.empty(32, 256, device=distributed.device())
-    params: dict[int, Tensor] = {i: DTensor.from_local(own, mesh, [Shard(0)]) for i in range(6)}
-    with mock.patch.object(shards, "BUCKET_BYTES", 2 * 3 * own.numel() * 4):
-        buckets = shards.in_buckets(params, [shards.Kind((), Dtypes(BF16, BF16))] * 6)
-    return [on_mesh.work for _, meshes in buckets for on_mesh, _ in meshes]
-
-
-def test_work_is_even_over_all_buckets() -> None:
-    """Who has one matrix more of the first three has one less of the others."""
-    first, second = distributed.run(2, work_in_buckets)[0]
-    assert first[0] == 2 * first[1] and second == first[::-1]
-
-
 @pytest.mark.parametrize("but", ["row", "uneven"])
 def test_ranks_without_gradients_of_empty_shards(but: str) -> None:
     expected = join_all(distributed.run(1, trained, "plain", F32, {}))
     distributed.assert_same(join_all(distributed.run(4, trained, "rows", F32, {}, but)), expected)
-
-
-def trained_in_stages(dtype: torch.dtype) -> bool:
-    """Two pipeline stages, each with a mesh of two dims that is half of the world."""
-    whole = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
-    mesh = whole["dp", "tp"]
-    placements = [Shard(0), Shard(1)]
-    full = values((64, 256), dtype, "cpu", seed=whole["pp"].get_local_rank())
-    mine, other = nn.Parameter(distributed.shard(full, mesh, placements)), nn.Parameter(full.clone())
-    optimizers = [FusedMuon([param], lr=0.02) for param in (mine, other)]
-    for number in range(2):
-        grad = values((64, 256), dtype, "cpu", seed=10 + number)
-        mine.grad, other.grad = distributed.shard(grad, mesh, placements), grad
-        for optimizer in optimizers:
-            optimizer.step()
-    return same_bits(mine.full_tensor().detach(), other.detach())
-
-
-def test_meshes_that_are_a_part_of_the_world() -> None:
-    assert all(distributed.run(4, trained_in_stages, F32))
 
 
 def diagnosed(how: str) -> dict[str, Any]:
@@ -228,29 +175,6 @@ def test_diagnostics_are_those_of_one_rank(ranks: int, how: str) -> None:
         for name, error in expected.items():
             assert (found[name] is None) == (error is None)
             assert error is None or abs(found[name] - error) < 1e-5
-
-
-def diagnosed_before_states() -> set[str]:
-    """A parameter that is unfrozen between steps; some ranks have no elements of it."""
-    mesh = distributed.mesh()
-    shapes = {"trained": (16, 16), "unfrozen": (1, 16)}
-    model = {
-        name: nn.Parameter(distributed.shard(values(shape, F32, "cpu", seed=i), mesh, [Shard(0)]), name == "trained")
-        for i, (name, shape) in enumerate(shapes.items())
-    }
-    optimizer = FusedMuon([*model.items()], lr=0.1)
-    for names in (["trained"], shapes):
-        for name in names:
-            model[name].requires_grad_(True)
-            model[name].grad = distributed.shard(values(shapes[name], F32, "cpu", seed=5), mesh, [Shard(0)])
-        if len(names) == 1:
-            optimizer.step()
-    return {name for name, numbers in optimizer.diagnostics()["parameters"].items() if "sigma_error" in numbers}
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_diagnostics_of_parameters_without_states(ranks: int) -> None:
-    assert all(found == {"trained"} for found in distributed.run(ranks, diagnosed_before_states))
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -333,24 +257,6 @@ def go_on_with_muon(folder: str) -> tuple[dict[str, Part], tuple[str, ...]]:
     return parts(model, optimizer), report.restarted
 
 
-def back_to_adamw(folder: str) -> dict[str, Part]:
-    model, _ = build("rows", BF16)
-    muon = FusedMuon(groups_of(model, "muon"), experts=True, lr=0.02)
-    train(model, muon, "rows", range(2))
-    saved = parts(model, muon)
-    dcp.save({"optimizer": get_optimizer_state_dict(model, muon)}, checkpoint_id=folder)
-    optimizer = FusedAdamW([{"params": group["params"]} for group in groups_of(model, "adamw")], lr=0.003)
-    with pytest.raises(ValueError, match=r"found muon.*strict=False"):
-        load_optimizer_checkpoint(model, optimizer, folder)
-    report = load_optimizer_checkpoint(model, optimizer, folder, strict=False)
-    assert set(report.differences.restarted) == set(HIDDEN)
-    found = parts(model, optimizer)
-    assert all(not found[f"{name}.{key}"][2].any() for name in HIDDEN for key in ("exp_avg", "exp_avg_sq"))
-    assert [group["lr"] for group in optimizer.param_groups] == [0.003, 0.02]
-    kept = {name: value for name, value in saved.items() if not name.endswith("momentum_buffer")}
-    return kept | {f"after {name}": value for name, value in found.items()}
-
-
 @pytest.mark.parametrize("form", ["unscaled", "native"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_adamws_run_goes_on_with_muon(ranks: int, form: str, tmp_path: Path) -> None:
@@ -365,13 +271,6 @@ def test_adamws_run_goes_on_with_muon(ranks: int, form: str, tmp_path: Path) -> 
         else:
             assert same_bits(value, saved[name]), name
     assert {name.partition(".")[0] for name in found if name.endswith("momentum_buffer")} == set(HIDDEN)
-
-
-def test_and_back(tmp_path: Path) -> None:
-    found = join_all(distributed.run(2, back_to_adamw, str(tmp_path)))
-    for name, value in found.items():
-        if not name.startswith("after "):
-            assert same_bits(value, found[f"after {name}"]), name
 
 
 # --- FSDP2 ------------------------------------------------------------------------------------------------------------
@@ -418,21 +317,3 @@ def test_fsdp2_trains_as_one_process() -> None:
     found = join_all(distributed.run(2, trained_model, True))
     for name, value in expected.items():
         assert torch.allclose(found[name], value, atol=2e-4), name
-
-
-def copies(how: str) -> bool:
-    model, optimizer = build(how, F32)
-    train(model, optimizer, how, range(1))
-    fresh, loaded = build(how, F32)
-    fresh.load_state_dict(model.state_dict())
-    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(model, optimizer, how, range(1, 3))
-    train(fresh, loaded, how, range(1, 3))
-    return all(
-        same_bits(mine[2], other[2])
-        for mine, other in zip(parts(model, optimizer).values(), parts(fresh, loaded).values())
-    )
-
-
-def test_state_dicts_on_ranks() -> None:
-    assert all(distributed.run(3, copies, "rows"))

@@ -127,22 +127,6 @@ def test_sharded_steps_are_planned_once() -> None:
     assert distributed.run(2, described_on_ranks) == [(3, 1)] * 2
 
 
-def test_passes_refuse_what_they_do_not_know(device: str) -> None:
-    optimizer = make(device)
-    step(optimizer, 0)
-    (part,) = optimizer.stepper._plans()[0].parts
-    table, where = part.shards._table, part.shards._set_groups([], None)
-    address = optimizer.store.params[0].data_ptr()
-    with pytest.raises(ValueError, match="for each the values"):
-        table.launch_matrix_pass(True, [0, 1], [address], [1], **where)
-    with pytest.raises(ValueError, match="addresses of values"):
-        table.launch_matrix_pass(False, [0], [0], [1], **where)
-    with pytest.raises(ValueError, match="a known element type"):
-        table.launch_matrix_pass(True, [0], [address], [9], **where)
-    with pytest.raises(IndexError):
-        table.launch_matrix_pass(True, [99], [address], [1], **where)
-
-
 def test_the_reference_knows_its_own_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A master that was edited after a step is where the next one starts: nobody has written the parameter."""
     found = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from unittest import mock
 
@@ -15,9 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fused_optim.matrices import shards
-from fused_optim.matrices.exchange import Dtypes
-from fused_optim.matrices.owners import Box, Boxes, Matrix, Ownership, assign, matrices_of, piece_of
-from fused_optim.matrices.shards import Kind, in_buckets
+from fused_optim.matrices.owners import Box, Boxes, Matrix, Ownership, assign, matrices_of
 from simulation import sharded_parameter, simulated
 
 
@@ -97,28 +94,6 @@ def test_work_is_even(shapes: list[tuple[int, int]], ranks: int) -> None:
     assert max(load) <= 4 / 3 * best + 1e-9
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(0, 3), unique=True)), max_size=30),
-    st.lists(st.integers(0, 9000), min_size=4, max_size=6),
-)
-def test_some_may_be_owned_by_few(drawn: list[tuple[int, list[int]]], busy: list[int]) -> None:
-    """The same as by looking at every rank for every matrix, where some have more to do already than others."""
-    ranks = len(busy)
-    matrices = [Matrix(i, 0, 0, size, size) for i, (size, _) in enumerate(drawn)]
-    candidates = [sorted(own) or None for _, own in drawn]
-    load, expected = list(busy), [0] * len(matrices)
-    values = owned_values(matrices, [own[0] if own is not None and len(own) == 1 else -1 for own in candidates], ranks)
-    most = 2 * sum(matrix.rows * matrix.columns for matrix in matrices) / ranks
-    for i in sorted(range(len(matrices)), key=lambda i: (-matrices[i].cost, i)):
-        size, own = matrices[i].rows * matrices[i].columns, candidates[i]
-        room = [rank for rank in range(ranks) if not values[rank] or values[rank] + size <= most]
-        by_load = own is not None or bool(room)
-        expected[i] = min(own or room or range(ranks), key=lambda rank: ((load if by_load else values)[rank], rank))
-        load[expected[i]] += matrices[i].cost
-        values[expected[i]] += 0 if own is not None and len(own) == 1 else size
-    assert assign(matrices, candidates, busy) == expected
-
-
 def owned_values(matrices: Sequence[Matrix], owners: Sequence[int], ranks: int) -> list[int]:
     """Of each rank; an owner of -1 is none."""
     found = [0] * ranks
@@ -140,24 +115,6 @@ def test_nobody_owns_much_more_than_others(shapes: list[tuple[int, int]], busy: 
     assert max(values) <= max(2 * mean, mean + largest)
 
 
-# Of 58 layers with 256 experts: ranks that these do not divide have fewer of them than others, or none.
-LAYER = [(7168, 7168), (1024, 7168), (1024, 7168), (7168, 7168), *[(256, 2048, 7168)] * 2, (256, 7168, 2048)]
-
-
-@pytest.mark.parametrize("ranks", [7, 48, 63, 64, 65, 100])
-def test_buckets_are_even_where_experts_are_not(ranks: int) -> None:
-    """65 ranks have 4 experts of each weight, but one, which has none: it would own a bucket's other matrices alone."""
-    bf16 = torch.bfloat16
-    with simulated(ranks):
-        mesh = init_device_mesh("cpu", (ranks,))
-        params = {i: sharded_parameter(shape, bf16, mesh, [Shard(0)]) for i, shape in enumerate(LAYER * 58)}
-        for _, meshes in in_buckets(dict(params), [Kind((), Dtypes(bf16, bf16))] * len(params)):
-            for on_mesh, _ in meshes:
-                owned, mean = on_mesh.owned_elements, sum(map(math.prod, on_mesh.shapes)) / ranks
-                assert sum(owned) == mean * ranks
-                assert max(owned) <= max(2 * mean, mean + max(map(math.prod, on_mesh.shapes)))
-
-
 @pytest.mark.parametrize("experts", [1, 2, 6, 8, 64])
 def test_buckets_are_small_where_few_ranks_hold_all(experts: int) -> None:
     """On 8 ranks: no rank holds more than twice what is meant for the mean."""
@@ -169,20 +126,6 @@ def test_buckets_are_small_where_few_ranks_hold_all(experts: int) -> None:
     matrix = 64 * 64 * 4
     by_mean, by_most = (1 << 19) * 8 // (matrix * experts), (1 << 20) // (matrix * -(-experts // 8))
     assert max(map(len, buckets)) == min(by_mean, by_most, 100)
-
-
-def test_costs_are_proportional_to_measured_times() -> None:
-    """Of matrices of 2048 x 2048, 2048 x 8192, 4096 x 4096 and 4096 x 14336 on an H100, one of several each."""
-    shapes = {(2048, 2048): 1.479 / 4, (2048, 8192): 3.725 / 6, (4096, 4096): 4.537 / 2, (4096, 14336): 8.665 / 2}
-    rates = [Matrix(0, 0, 0, *shape).cost / ms for shape, ms in shapes.items()]
-    assert max(rates) < 1.35 * min(rates)
-    assert Matrix(0, 0, 0, 8192, 2048).cost == Matrix(0, 0, 0, 2048, 8192).cost
-
-
-def test_the_order_of_ranks_decides_nothing_else() -> None:
-    matrices = [Matrix(i, 0, 0, 8, 8) for i in range(6)]
-    assert assign(matrices, [None] * 6, [0] * 3) == [0, 1, 2, 0, 1, 2]
-    assert piece_of(Matrix(0, 0, 4, 4, 8), Box((0, 1), (0, 4), (0, 8))) is None
 
 
 def test_pieces_come_from_the_owner_or_from_all_replicas_alike() -> None:

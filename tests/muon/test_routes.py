@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fused_optim.matrices.owners import Box, Boxes, Matrix, Ownership, Piece, matrices_of, piece_of
-from fused_optim.matrices.routes import Message, Region, Route, ShardMemory, copy_regions
+from fused_optim.matrices.routes import Message, Route, copy_regions
 
 
 def cuts(size: int, ranks: int) -> list[tuple[int, int]]:
@@ -111,26 +111,3 @@ def test_matrices_come_together_and_go_back(shapes: list[tuple[int, ...]], data:
         copy_regions(memory, memory, [(own, there) for there, own in route.made.apart])
         for i, made in route.made.of_params(memory).items():
             assert torch.equal(made, -shard(world.fulls[i], boxes[i][rank]))
-
-
-def test_even_rows_lie_in_the_messages() -> None:
-    """So a model's usual matrices are not copied to be sent, nor when they have come back."""
-    shapes = [(16, 8), (32, 16), (8, 24)]
-    boxes = [[Box((0, 1), rows, (0, shape[1])) for rows in cuts(shape[0], 4)] for shape in shapes]
-    for route in World(shapes, boxes, [()] * 3).routes(range(4)):
-        for memory, message in ((route.updates, route.sent), (route.made, route.back)):
-            assert not memory.apart and memory.numel == message.numel
-
-
-def test_shards_are_aligned() -> None:
-    """Where one is not whole multiples of 16 bytes, those behind it in a message are put elsewhere."""
-    pieces = {0: [(0, 12, 0)], 1: [(1, 16, 12)], 2: [(2, 8, 28), (3, 8, 100)], 3: [(4, 16, 40), (5, 8, 56)], 4: []}
-    memory = ShardMemory.of(108, pieces)
-    assert memory.shards == {0: (0, 12), 1: (112, 16), 2: (128, 16), 3: (40, 24), 4: (144, 0)}
-    assert memory.starts == {0: 0, 1: 112, 2: 128, 3: 136, 4: 40, 5: 56}
-    assert memory.apart == [
-        (Region(12, 1, 16, 16), Region(112, 1, 16, 16)),
-        (Region(28, 1, 8, 8), Region(128, 1, 8, 8)),
-        (Region(100, 1, 8, 8), Region(136, 1, 8, 8)),
-    ]
-    assert memory.numel == 144

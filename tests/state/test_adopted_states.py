@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -90,34 +88,3 @@ def test_what_others_keep_there_stays() -> None:
     optimizer.state[param]["mark"] = mark
     optimizer.initialize_state()
     assert optimizer.state[param]["mark"] is mark and not optimizer.state[param]["exp_avg"].any()
-
-
-def test_states_that_a_step_makes_meanwhile_are_not_taken_for_given_ones() -> None:
-    """A save in another thread looks for given states while the first step makes its own, here in the midst of it."""
-    looked: list[BaseException | None] = []
-    threads: list[threading.Thread] = []
-
-    def look() -> None:
-        try:
-            optimizer.store.import_external()
-            looked.append(None)
-        except TypeError as error:
-            looked.append(error)
-
-    class Watched(defaultdict[Tensor, Any]):
-        def __setitem__(self, param: Tensor, states: Any) -> None:
-            super().__setitem__(param, states)
-            threads.append(threading.Thread(target=look))
-            threads[-1].start()
-            threads[-1].join(0.2)
-
-    param, optimizer = build(exp_avg_dtype="int8", exp_avg_sq_dtype="int8")
-    other, expected = build(exp_avg_dtype="int8", exp_avg_sq_dtype="int8")
-    optimizer.state = Watched(dict)
-    for _ in range(2):
-        param.grad = other.grad = torch.ones(SHAPE)
-        optimizer.step()
-        expected.step()
-    for thread in threads:
-        thread.join()
-    assert looked == [None] and torch.equal(param, other)

@@ -10,14 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
 import cases
 import distributed
 from checkpoint_cases import END, FORMATS, SAVED_AT, WAYS, Run, straight, trained_states
 from distributed import Part, assert_same, join_all
-from fused_optim.sharding.dtensor import local_tensor
 from native_cases import PLAIN, REM16, build, stored, tensors_of, trained
 from pairwise import each_once, pairwise
 from peers import FusedAdam
@@ -125,32 +122,3 @@ def test_offloaded_states_are_saved_and_loaded(way: str, form: str, tmp_path: Pa
     results = distributed.run(1, resume_offloaded, form, way, str(tmp_path / "checkpoint"), on="cuda")
     for at, expected in enumerate(straight("remainder16", "cuda")):
         assert_same(trained_states(join_all([result[at] for result in results])), trained_states(expected))
-
-
-def load_offloaded_elsewhere() -> list[Tensor]:
-    """From a sharded DTensor in host memory into a replicated one on the GPUs: collectives on the mesh's device."""
-    on = distributed.mesh()
-    full = cases.values((6, 256), torch.bfloat16, "cpu", seed=1)
-    moments = []
-    for placements in (None, [Replicate()]):
-        param = distributed.shard(full, on, placements or [torch.distributed.tensor.Shard(0)])
-        optimizer = FusedAdam([param], exp_avg_dtype=torch.int8, exp_avg_sq_dtype=torch.int8, checkpoint_device="cpu")
-        if placements is None:
-            param.grad = distributed.shard(full, on, param.placements)
-            optimizer.step()
-            state = optimizer.state_dict()["state"][0]
-            assert isinstance(state["exp_avg"], DTensor) and state["exp_avg"].device_mesh.device_type == "cuda"
-            assert local_tensor(state["exp_avg"]).device.type == "cpu"
-            state_dict = optimizer.state_dict()
-        else:
-            optimizer.load_state_dict(state_dict)
-        moments.append(optimizer.state_dict()["state"][0]["exp_avg"].to("cuda").full_tensor().cpu())
-    return moments
-
-
-@pytest.mark.cuda
-@one_gpu
-def test_offloaded_states_are_redistributed() -> None:
-    saved, loaded = distributed.run(1, load_offloaded_elsewhere, on="cuda")[0]
-    assert saved.any()
-    assert torch.equal(loaded, saved)

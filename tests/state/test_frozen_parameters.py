@@ -100,21 +100,6 @@ def test_one_that_is_unfrozen_starts_then(backend: str, own_group: bool, use_bac
     assert set(optimizer.state_dict()["state"]) == {0, 1}  # what it has learned stays
 
 
-def test_a_gradient_that_somebody_gave_it_counts() -> None:
-    param = nn.Parameter(torch.ones(8, 32), requires_grad=False)
-    optimizer = FusedAdam([param], lr=0.1)
-    param.grad = torch.ones(8, 32)
-    optimizer.step()
-    torch.testing.assert_close(param, torch.full((8, 32), 0.9))
-
-
-def test_explicit_initialisation_creates_them() -> None:
-    param = nn.Parameter(torch.ones(8, 32), requires_grad=False)
-    optimizer = FusedAdam([param])
-    optimizer.initialize_state(param)
-    assert param in optimizer.state
-
-
 # --- saved and loaded -----------------------------------------------------------------------------------------------
 
 

@@ -26,10 +26,8 @@ import distributed
 from cases import values
 from distributed import Part, assert_same, join_all, part, same_bits
 from fused_optim.compat import transformer_engine
-from fused_optim.formats.masters import Master
 from fused_optim.sharding.dtensor import local_tensor
-from fused_optim.state import remainders
-from fused_optim.state.remainders import LoadedRemainder, misfits, row_checks
+from pairwise import pairwise
 from peers import FusedAdam
 
 BF16 = torch.bfloat16
@@ -118,19 +116,6 @@ def test_both_orders_give_the_same_run(master: cases.Master, bits: int, order: s
     same(*results)
 
 
-@ORDERS
-@REMAINDERS
-def test_the_same_optimizer_goes_on_bit_for_bit(order: str, bits: int) -> None:
-    saved = trained(bits)
-    model = build(seed=5)
-    optimizer = FusedAdam(model.parameters(), store_param_remainders=True, param_remainder_bits=bits)
-    load(order, model, optimizer, saved)
-    same(contents(model, optimizer), contents(*saved))
-    for run in (saved, (model, optimizer)):
-        train(*run, range(3, 6))
-    same(contents(model, optimizer), contents(*saved))
-
-
 USES: dict[str, Callable[[nn.Module, FusedAdam], Any]] = {
     "step": lambda model, optimizer: optimizer.step(),
     "state_dict": lambda model, optimizer: optimizer.state_dict(),
@@ -172,58 +157,6 @@ def test_a_single_bit_of_another_parameter_is_found() -> None:
         model.odd.view(torch.int16)[3, 7] ^= 1
     with pytest.raises(ValueError, match=r"parameter 1 \(shape \(5, 50\)"):
         optimizer.step()
-
-
-@pytest.mark.parametrize("rows", [7, 6, 1])
-def test_a_parameter_of_other_rows_is_found(rows: int) -> None:
-    """Also where all rows are alike."""
-    param = values((1, 256), BF16, "cpu", seed=0).expand(7, 256)
-    loaded = LoadedRemainder(torch.zeros(7, 512, dtype=torch.uint8), Master.REMAINDER16, row_checks(param), "wide")
-    found = misfits([(param[:rows], loaded)])
-    assert found == ([] if rows == 7 else [loaded])
-
-
-def test_nothing_is_compared_before_all_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To compare is to wait for the GPU."""
-    params = [values((n, 256), BF16, "cpu", seed=n) for n in (7, 5, 3)]
-    low = torch.zeros(0, dtype=torch.uint8)
-    loaded = [LoadedRemainder(low, Master.REMAINDER16, row_checks(param), "x") for param in params]
-    done: list[str] = []
-    to = Tensor.to
-
-    def queue(param: Tensor) -> Tensor:
-        done.append("queued")
-        return row_checks(param)
-
-    def note(tensor: Tensor, *args: Any) -> Tensor:
-        done.extend(["waited"] * (tensor.dtype == torch.int32))
-        return to(tensor, *args)
-
-    monkeypatch.setattr(remainders, "row_checks", queue)
-    monkeypatch.setattr(Tensor, "to", note)
-    assert not misfits(zip(params, loaded, strict=True))
-    assert done == ["queued"] * 3 + ["waited"] * 3
-
-
-def test_moments_are_read_and_another_state_dict_is_loaded_meanwhile() -> None:
-    saved, model = trained(), build(seed=5)
-    optimizer = FusedAdam(model.parameters(), store_param_remainders=True)
-    optimizer.load_state_dict(saved[1].state_dict())
-    moment = optimizer.get_unscaled_state(model.wide, "exp_avg")
-    assert torch.equal(moment, saved[1].get_unscaled_state(saved[0].wide, "exp_avg"))
-    saved[1].checkpoint_format = "unscaled"
-    optimizer.load_state_dict(saved[1].state_dict())  # whole masters, which set the parameters
-    same(contents(model, optimizer), contents(*saved))
-
-
-def test_a_master_that_is_set_waits_no_more() -> None:
-    saved, model = trained(), build(seed=5)
-    optimizer = FusedAdam(model.parameters(), store_param_remainders=False)
-    optimizer.load_state_dict(saved[1].state_dict())
-    for param in model.parameters():
-        optimizer.set_scaled_state(param, "master_param", torch.full(param.shape, 1.5))
-    optimizer.sync_params_from_master()
-    assert all((param == 1.5).all() for param in model.parameters())
 
 
 def test_the_state_dict_may_change_while_they_wait() -> None:
@@ -296,15 +229,6 @@ def test_int16_remainders_need_bfloat16_parameters(dtype: torch.dtype) -> None:
     assert not optimizer.state
 
 
-def test_int16_remainders_have_the_parameters_shape() -> None:
-    state_dict = theirs()[1].state_dict()
-    state_dict["state"][2]["master_param"] = torch.zeros(9, dtype=torch.int16)
-    optimizer = FusedAdam(build(seed=5).parameters())
-    with pytest.raises(ValueError, match=r"parameter 2 .*master_param: expected shape \(10,\), .* has \(9,\)"):
-        optimizer.load_state_dict(state_dict)
-    assert not optimizer.state
-
-
 # --- several ranks ----------------------------------------------------------------------------------------------
 
 
@@ -366,10 +290,13 @@ def copy_model(source: nn.Module, target: nn.Module) -> None:
         local_tensor(ours.data).copy_(local_tensor(distributed.shard_like(theirs.detach(), ours)))
 
 
-@ORDERS
-@pytest.mark.parametrize("cut", ["rows", "columns"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("options", [{"store_param_remainders": True}, {}], ids=["remainders", "masters"])
+@pytest.mark.parametrize(  # not the product: each two
+    "ranks, cut, order, options",
+    pairwise(
+        [1, 2, 3], ["rows", "columns"], ["optimizer first", "model first"], [{"store_param_remainders": True}, {}]
+    ),
+    ids=str,
+)
 def test_shards_of_any_cut_load_in_both_orders(ranks: int, cut: str, order: str, options: dict[str, Any]) -> None:
     for results in distributed.run(ranks, load_directly, order, 16, cut, options, timeout=30):
         same(*results)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -24,7 +23,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import distributed
 from fused_optim import enable_gradient_release
-from fused_optim.memory.by_parameter import ByParameter
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.quantized import (
     Float8BlockScaling,
@@ -189,28 +187,6 @@ def test_quantized_weights(recipe: Any, way: str, dtype: Any) -> None:
     check(optimizer, WAYS[way], weight(2))
 
 
-@pytest.mark.parametrize("way", ["by hand", "replace_parameters"])
-def test_quantized_weights_without_masters(way: str) -> None:
-    def weight(seed: int) -> nn.Parameter:
-        return nn.Parameter(QuantizedTensor.from_values(values(128, 128, seed=seed).to(BF16), MXFP8BlockScaling()))
-
-    optimizer = FusedAdamW([weight(0), weight(1)], lr=0.1, master_bits=0)
-    train(optimizer)
-    optimizer.store.params[1].grad = None
-    check(optimizer, WAYS[way], weight(2))
-
-
-def test_quantized_weights_without_a_gradient() -> None:
-    weights = [nn.Parameter(QuantizedTensor.from_values(values(128, 128).to(BF16), MXFP8BlockScaling())) for _ in "ab"]
-    optimizer = FusedAdamW(weights, lr=0.1)
-    train(optimizer)
-    for _ in range(2):
-        weights[1].grad = torch.ones(128, 128, dtype=BF16)
-        optimizer.step()
-    del weights
-    check(optimizer, set_by_hand, plain())
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", [FusedLion, FusedMuon])
 def test_other_rules(make: Any, way: str) -> None:
@@ -228,22 +204,6 @@ def test_offloaded_states(way: str) -> None:
             )
             train(optimizer)
             check(optimizer, WAYS[way], plain(seed=2))
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("copied", ["pickled", "deepcopied", "loaded"])
-def test_copies(copied: str, way: str) -> None:
-    optimizer = FusedAdamW([plain(BF16), plain(BF16, 1)], lr=0.1, store_param_remainders=False)
-    train(optimizer)
-    if copied == "pickled":
-        optimizer = pickle.loads(pickle.dumps(optimizer))
-    elif copied == "deepcopied":
-        optimizer = copy.deepcopy(optimizer)
-    else:
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for steps in (0, 1):
-        train(optimizer, steps)
-        check(optimizer, WAYS[way], plain(BF16, 2))
 
 
 BETWEEN: dict[str, Callable[[ShardedOptimizer], object]] = {
@@ -308,17 +268,6 @@ def test_an_address_that_comes_back() -> None:
             return
         del new
     pytest.skip("no address came back")
-
-
-def test_a_pending_write_into_another_parameter_is_kept() -> None:
-    """The plan that is left knows of it; so it is asked, although one of its parameters is gone."""
-    optimizer = FusedAdamW([plain(BF16), plain(BF16, 1)], lr=0.0, weight_decay=0.0, store_param_remainders=False)
-    train(optimizer)
-    written = optimizer.store.params[1]
-    with torch.no_grad():
-        written.fill_(3.0)
-    check(optimizer, set_by_hand, plain(BF16, 2))
-    assert torch.equal(optimizer.state[written]["master_param"], torch.full((8, 128), 3.0))
 
 
 def test_the_optimizer_itself() -> None:
@@ -414,28 +363,6 @@ def test_models_that_are_sharded_later() -> None:
     distributed.run(2, shard_later)
 
 
-def test_values_go_with_their_parameters() -> None:
-    with without_collector():
-        a, b = torch.ones(2), torch.ones(2)
-        kept = ByParameter({a: [1], b: [2]})
-        assert (kept[a], kept.get(b), len(kept), a in kept) == ([1], [2], 2, True)
-        assert kept.of([b, torch.ones(2)]) == {b: [2]} and kept.get(torch.ones(2), 7) == 7
-        with pytest.raises(KeyError):
-            kept[torch.ones(2)]
-        del a
-        assert len(kept) == 1
-        kept[b] = [3]
-        assert kept[b] == [3] and len(kept) == 1
-        kept.pop(b)
-        kept.pop(b)
-        assert not kept
-        kept[b] = [4]
-        reference = weakref.ref(kept)
-        del kept
-        assert reference() is None
-        del b
-
-
 def swapped_in_place(model: nn.Module, optimizer: ShardedOptimizer, change: str) -> None:
     """Steps, a change of all of the model's parameters, more steps: as without the change."""
     others = copy.deepcopy([local_of(param) for param in model.parameters()])
@@ -480,15 +407,3 @@ def test_modules_of_quantized_weights_can_be_moved(recipe: Any) -> None:
     optimizer.track_changes()
     train(optimizer)
     swapped_in_place(model, optimizer, "cpu")
-
-
-def test_modules_that_always_swap_can_be_moved() -> None:
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        model = nn.Linear(128, 8)
-        optimizer = FusedAdamW(model.parameters(), lr=1e-3)
-        optimizer.track_changes()
-        train(optimizer)
-        swapped_in_place(model, optimizer, "cpu")
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)

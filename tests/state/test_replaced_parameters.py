@@ -64,32 +64,6 @@ def test_states_that_move_are_used(dtype: torch.dtype, master: dict[str, Any]) -
     assert pruned.param_groups[0]["step"] == 6
 
 
-@pytest.mark.parametrize(("dtype", "master"), MASTERS, ids=str)
-def test_the_old_one_is_released(dtype: torch.dtype, master: dict[str, Any]) -> None:
-    optimizer = FusedAdamW([nn.Parameter(values(10, 3).to(dtype))], **master)
-    train(optimizer, range(2))
-    old = replace(optimizer, slice(0, 4))
-    states = optimizer.state[optimizer.param_groups[0]["params"][0]]
-    assert optimizer.state_bytes() == sum(state.nbytes for state in states.values()) >= 4 * 3 * 8
-    optimizer.sync_params_from_master()
-    assert [*optimizer.state_dict()["state"]] == [0]
-    train(optimizer, range(2, 3))
-    gc.collect()
-    assert old() is None
-
-
-def test_as_torch_does_with_fp32() -> None:
-    ours = FusedAdamW([nn.Parameter(values(10, 3))], lr=0.1)
-    theirs = torch.optim.AdamW([nn.Parameter(values(10, 3))], lr=0.1, weight_decay=0.01)
-    for optimizer in (ours, theirs):
-        train(optimizer, range(3))
-        replace(optimizer, slice(2, 7))
-        train(optimizer, range(3, 6))
-    torch.testing.assert_close(
-        ours.param_groups[0]["params"][0], theirs.param_groups[0]["params"][0], rtol=1e-6, atol=1e-7
-    )
-
-
 def test_codes_without_their_scales_are_refused() -> None:
     optimizer = FusedAdamW([nn.Parameter(values(8, 128))], exp_avg_dtype=torch.int8)
     train(optimizer, range(2))
@@ -113,18 +87,6 @@ def test_cleared_states_start_anew(dtype: torch.dtype) -> None:
     gc.collect()
     assert old() is None and optimizer.param_groups[0]["step"] == 3
     assert torch.equal(param, fresh_param)
-
-
-def test_groups_of_another_optimizer_start_anew() -> None:
-    param = nn.Parameter(values(8, 128))
-    used = FusedAdamW([param], lr=0.1)
-    train(used, range(40))
-    fresh_param = nn.Parameter(param.detach().clone())
-    fresh = FusedAdamW([fresh_param], lr=0.1)
-    taken = FusedAdamW(used.param_groups)
-    train(taken, range(40, 43))
-    train(fresh, range(40, 43))
-    assert torch.equal(param, fresh_param) and taken.param_groups[0]["step"] == 3
 
 
 def test_a_group_that_is_added_with_an_old_step_starts_anew() -> None:

@@ -27,7 +27,6 @@ CASES: dict[str, dict[str, Any]] = {
     "no master": MASTER["bfloat16"].options,
 }
 EACH = pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-NAMES = ("one.weight", "one.bias", "two.weight", "two.bias")
 
 
 class Model(nn.Module):
@@ -144,17 +143,6 @@ def test_checkpoints_of_runs_that_counted_parameters_go_on_so(form: str, how: st
         step(model, [optimizer], range(5, 7))
         step(again, [last], range(5, 7))
         assert not differing(everything(again, [last]), everything(model, [optimizer]))
-
-
-def test_other_optimizers_checkpoints_leave_the_choice() -> None:
-    model, optimizer = run(True)
-    theirs = torch.optim.AdamW(model.parameters())
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    theirs.step()
-    optimizer.load_state_dict(theirs.state_dict())
-    assert optimizer.store.rounds_by_names
-    assert [group["fused_optim_native"] for group in optimizer.state_dict()["param_groups"]] == [2]
 
 
 # --- names beside parameters that users change ------------------------------------------------------------------------

@@ -202,20 +202,6 @@ def test_choices_with_effect_do_not_warn(options: dict[str, Any]) -> None:
     assert not texts
 
 
-def test_the_warning_names_the_line_that_steps() -> None:
-    optimizer = FusedAdamW(model(torch.float32).parameters(), store_param_remainders=True)
-    optimizer.register_step_post_hook(lambda *_: None)  # torch's own wrapper is around the step
-    with pytest.warns(UserWarning, match="has no effect") as found:
-        step(optimizer)
-    assert [warning.filename for warning in found] == [__file__]
-
-
-def test_fp16_masters_without_effect_warn() -> None:
-    with warned() as texts:
-        step(FusedAdamW(model(torch.float32).parameters(), master_weight_dtype="float16"))
-    assert len(texts) == 1 and "master_weight_dtype=torch.float16 has no effect" in texts[0]
-
-
 def test_formats_without_effect_warn() -> None:
     """In one warning with all others."""
     params = [nn.Parameter(torch.ones(3, 5)), nn.Parameter(torch.ones(7))]
@@ -234,14 +220,6 @@ def test_groups_that_ask_for_capture_warn() -> None:
     with warned() as texts:
         step(FusedAdamW([{"params": [param], "capturable": True} for param in params]))
     assert len(texts) == 1 and texts[0].startswith("param group 0: capturable has no effect there")
-
-
-def test_options_of_the_whole_optimizer_in_a_group_warn() -> None:
-    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4))]
-    groups = [{"params": params[:1], "master_weights": True}, {"params": params[1:], "store_param_remainders": True}]
-    with warned() as texts:
-        step(FusedAdamW(groups))
-    assert len(texts) == 1 and texts[0].startswith("param group 1: store_param_remainders has no effect there")
 
 
 # An option, its value in one param group, the same as the optimizer's spelled otherwise, and another's.

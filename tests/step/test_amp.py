@@ -155,7 +155,6 @@ def scaled_step(optimizer: torch.optim.Optimizer, scale: float, found_inf: float
     del optimizer.grad_scale, optimizer.found_inf
 
 
-BACKENDS = pytest.mark.parametrize("backend", ["", "torch"], ids=["engine", "torch"])
 # Not all masters x formats x backends: each two of them.
 COMBINATIONS = pytest.mark.parametrize(
     "master, fmt, backend", pairwise(MASTERS, FORMATS, ["", "torch"]), ids=lambda value: str(value) or "engine"
@@ -213,34 +212,6 @@ def test_every_pass_leaves_unscaled_gradients(
     assert shown_step(optimizer) == 2
 
 
-@BACKENDS
-def test_unscaled_gradients_can_be_used_again(backend: str, device: str, use_backend: Callable[[str], None]) -> None:
-    """Such as by another step, or to log their norms."""
-    use_backend(backend)
-    params, others = parameters(device), parameters(device)
-    optimizer, expected = FusedAdamW(params, lr=0.01), FusedAdamW(others, lr=0.01)
-    give_gradients(params, 0, 256.0)
-    give_gradients(others, 0)
-    scaled_step(optimizer, 256.0, 0.0, device)
-    optimizer.step()
-    expected.step()
-    expected.step()
-    for param, other in zip(params, others, strict=True):
-        assert torch.equal(param.grad, other.grad) and torch.equal(param, other)
-
-
-def test_gradients_that_were_unscaled_before_stay_so(device: str) -> None:
-    params = parameters(device)
-    optimizer, scaler = FusedAdamW(params), torch.amp.GradScaler(device, init_scale=256.0)
-    for step in (unscaled_first, unscaled_first_by_optimizer):
-        scaler.scale(torch.ones((), device=device))
-        give_gradients(params, 0, 256.0)
-        step(scaler, optimizer)
-        scaler.update()
-        for i, param in enumerate(params):
-            assert torch.equal(param.grad, values(tuple(param.shape), torch.float32, device, seed=i))
-
-
 def test_decoupled_gradients_are_left_unscaled(device: str) -> None:
     params = parameters(device)
     optimizer = make(params, *VARIANTS[0], use_decoupled_grad=True)
@@ -254,13 +225,6 @@ def test_decoupled_gradients_are_left_unscaled(device: str) -> None:
 
 
 # --- skipped steps ----------------------------------------------------------------------------------------------------
-
-
-def test_the_counter_is_right_on_the_cpu_at_once() -> None:
-    params = parameters("cpu")
-    optimizer, scaler = make(params, *VARIANTS[0]), torch.amp.GradScaler("cpu")
-    train(params, optimizer, scaler, by_scaler, (1, 2))
-    assert optimizer.param_groups[0]["step"] == 4
 
 
 def loaded(optimizer: FusedAdam) -> FusedAdam:
@@ -354,28 +318,6 @@ def test_no_parameters_at_all(device: str) -> None:
     assert optimizer.state_dict()["param_groups"][0]["params"] == []
 
 
-def test_grad_factor_is_used_once(device: str, use_backend: Callable[[str], None]) -> None:
-    """What deferred clipping is made of."""
-    for backend in ("", "torch"):
-        use_backend(backend)
-        params, others = parameters(device), parameters(device)
-        optimizer, expected = FusedAdamW(params), FusedAdamW(others)
-        where = params[0].device
-        for number in range(3):
-            give_gradients(params, number)
-            give_gradients(others, number, 0.25 if number == 1 else 1.0)
-            if number == 1:
-                optimizer.clip_grad_norm_(1.0)
-                optimizer.stepper.clipping.due.factors[where] = torch.tensor(0.25, device=where)
-            optimizer.step()
-            expected.step()
-            assert optimizer.stepper.clipping.due is None
-        assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
-        optimizer.clip_grad_norm_(1.0)
-        optimizer.zero_grad()
-        assert optimizer.stepper.clipping.due is None
-
-
 def test_scale_and_factor_go_together(device: str) -> None:
     params, others = parameters(device), parameters(device)
     optimizer, expected = FusedAdamW(params, maximize=True), FusedAdamW(others, maximize=True)
@@ -415,18 +357,6 @@ def test_two_devices() -> None:
             [3],
             [3],
         ]
-
-
-def test_a_synthetic_first_step_is_noted_by_the_scaler() -> None:
-    params = parameters("cpu")
-    optimizer, scaler = make(params, *VARIANTS[0]), torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    optimizer.param_groups[0]["lr"] = 0.0
-    for param in params:
-        param.grad = torch.zeros_like(param)
-    optimizer.step(grad_scaler=scaler)
-    scaler.update()
-    assert shown_step(optimizer) == 0
 
 
 def test_one_step_between_updates() -> None:

@@ -9,12 +9,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
@@ -127,29 +125,6 @@ def test_shallow_copies(kind: Callable[..., Any]) -> None:
     assert type(copy.deepcopy(optimizer)) is kind
 
 
-@pytest.mark.parametrize("flag", ["maximize", "bias_correction"])
-def test_a_flag_written_into_a_group(flag: str) -> None:
-    """As the constructor reads it: numbers, one element, the text "false". Other text would be true whatever it is."""
-    first, second = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
-    optimizers = [FusedAdamW([param]) for param in (first, second)]
-    default = optimizers[0].defaults[flag]
-    for value, meaning in (
-        (np.bool_(False), False),
-        (1, True),
-        ("false", False),
-        (torch.tensor(True), True),
-        (None, default),
-    ):
-        for optimizer, written in zip(optimizers, (value, meaning)):
-            optimizer.param_groups[0][flag] = written
-            optimizer.param_groups[0]["params"][0].grad = torch.full((3,), 0.5)
-            optimizer.step()
-        assert torch.equal(first, second)
-    optimizers[0].param_groups[0][flag] = "no"
-    with unchanged(optimizers[0]), pytest.raises(TypeError, match=f"^param group 0: {flag}: .*, got 'no'"):
-        optimizers[0].step()
-
-
 class unchanged:
     """Asserts that parameters, states, scales and steps are the same bits at the end of the ``with`` block."""
 
@@ -246,20 +221,6 @@ def test_frozen_parameters_that_are_thawed(kind: str, with_gradient: bool) -> No
         FusedAdamW([base.requires_grad_(True)])
 
 
-@pytest.mark.parametrize("kind", ["uint8", "int8", "bool"])
-def test_gradients_of_frozen_parameters(kind: str) -> None:
-    """Beside the parameter, since torch refuses them in ``grad``."""
-    good, base = nn.Parameter(torch.ones(3, 4)), nn.Parameter(FROZEN[kind](), requires_grad=False)
-    optimizer = FusedAdamW([good, base], use_decoupled_grad=True)
-    for started in (False, True):
-        good.decoupled_grad, base.decoupled_grad = torch.ones_like(good), torch.ones(3, 4)  # type: ignore[attr-defined]
-        with unchanged(optimizer), pytest.raises(TypeError, match=r"parameter 1 .*exclude it from the optimizer"):
-            optimizer.step()
-        base.decoupled_grad = None  # type: ignore[attr-defined]
-        optimizer.step()
-        assert started or good in optimizer.state
-
-
 @pytest.mark.parametrize(
     ("param", "message"),
     [
@@ -299,17 +260,6 @@ def freed(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def batched() -> Tensor:
-    """The wrapper that torch.vmap gives to a function, kept beyond it."""
-    kept: list[Tensor] = []
-    torch.vmap(lambda x: (kept.append(x), x)[1])(secret(2, 4, 128))
-    return kept[0]
-
-
-def fake() -> Tensor:
-    return FakeTensorMode().from_tensor(secret(4, 128))
-
-
 def nested(**options: Any) -> Tensor:
     return torch.nested.nested_tensor([secret(128)] * 4, **options)
 
@@ -330,9 +280,7 @@ GRADIENTS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("qint8", lambda: torch.quantize_per_tensor(secret(4, 128), 1e3, 0, torch.qint8), TypeError, "got torch.qint8"),
     ("wrapper", lambda: TwoTensor(secret(4, 128), secret(4, 128)), TypeError, "its gradient is a TwoTensor"),
     ("freed", lambda: freed(secret(4, 128)), RuntimeError, NO_MEMORY),
-    ("batched", batched, RuntimeError, NO_MEMORY),
     ("functional", lambda: torch._to_functional_tensor(secret(4, 128)), RuntimeError, NO_MEMORY),
-    ("fake", fake, RuntimeError, NO_MEMORY),
 ]
 
 

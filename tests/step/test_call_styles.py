@@ -22,7 +22,6 @@ from fused_optim.compat import apex, transformer_engine
 from fused_optim.compat._common import PeersSettings
 from fused_optim.integrations import megatron
 from fused_optim.options.table import FLAGS, IMPLEMENTATIONS, OF_CONSTRUCTORS, REMOVED
-from pairwise import pairwise
 
 BF16, F32 = torch.bfloat16, torch.float32
 DROP_INS = [apex.FusedAdam, transformer_engine.FusedAdam]
@@ -249,13 +248,6 @@ def test_an_unknown_argument(kind: Callable[..., FusedAdam], wrong: str, hint: s
     assert str(raised.value).startswith(f"{kind.__name__}() got an unexpected argument '{wrong}'{hint}")
 
 
-@pytest.mark.parametrize("kind", DROP_INS, ids=lambda kind: kind.__module__)
-@pytest.mark.parametrize("text", ["no", "off", ""])
-def test_text_that_is_no_flag_is_refused_by_drop_ins_too(kind: type[FusedAdam], text: str) -> None:
-    with pytest.raises(TypeError, match=r"^master_weights: expected True or False, got"):
-        kind(params(), master_weights=text)
-
-
 @pytest.mark.parametrize("given, decoupled", [(False, True), (True, False)])
 def test_a_group_cannot_mean_another_optimizer(given: bool, decoupled: bool) -> None:
     with pytest.raises(
@@ -364,24 +356,6 @@ def test_text_means_what_objects_mean(kind: type[FusedAdam]) -> None:
 
 
 @OF_EVERY_KIND
-def test_text_in_param_groups(kind: type[FusedAdam]) -> None:
-    """In the constructor and added later; the running group has numbers, which schedulers multiply."""
-    texts = {"lr": "5e-3", "eps": "1e-6", "betas": ["8e-1", "9e-1"], "weight_decay": "0", "exp_avg_sq_dtype": "int8"}
-    objects = {"lr": 5e-3, "eps": 1e-6, "betas": (0.8, 0.9), "weight_decay": 0.0, "exp_avg_sq_dtype": torch.int8}
-    built = []
-    for given in (texts, objects):
-        first, second = params()
-        optimizer = kind([{"params": [first], **given}])
-        optimizer.add_param_group({"params": [second], **given})
-        built.append(optimizer)
-    groups = built[0].param_groups
-    assert [(type(group["lr"]), group["betas"]) for group in groups] == [(float, (0.8, 0.9))] * 2
-    torch.optim.lr_scheduler.LambdaLR(built[0], lambda step: 1.0)
-    torch.optim.lr_scheduler.LambdaLR(built[1], lambda step: 1.0)
-    assert all(map(same_bits, stepped(built[0]), stepped(built[1])))
-
-
-@OF_EVERY_KIND
 def test_what_was_given_as_text_can_be_written_as_json(kind: type[FusedAdam]) -> None:
     optimizer = kind([{"params": params()[:1], "exp_avg_dtype": "bfloat16"}], exp_avg_sq_dtype="int8", betas=[0.9, 0.9])
     optimizer.add_param_group({"params": params()[:1]})
@@ -392,20 +366,6 @@ def test_what_was_given_as_text_can_be_written_as_json(kind: type[FusedAdam]) ->
     again = kind(params(), **json.loads(json.dumps(optimizer.defaults)))
     assert again.param_groups[0]["exp_avg_sq_dtype"] == "int8"
     assert json.loads(json.dumps(optimizer.state_dict()["param_groups"]))[0]["exp_avg_dtype"] == "torch.bfloat16"
-
-
-@OF_EVERY_KIND
-@pytest.mark.parametrize("switch", ["fused", "foreach"])
-@pytest.mark.parametrize("value", [True, False, None])
-def test_switches_of_torchs_optimizers_change_nothing(kind: type[FusedAdam], switch: str, value: bool | None) -> None:
-    """Nor do they become keys of param groups, which another checkpoint would have to have."""
-    plain = kind(params(), lr=0.01)
-    chosen = kind(params(), lr=0.01, **{switch: value})
-    grouped = kind([{"params": params(), switch: value}], lr=0.01)
-    keys = plain.state_dict()["param_groups"][0].keys()
-    assert all(other.state_dict()["param_groups"][0].keys() == keys for other in (chosen, grouped))
-    expected = stepped(plain)
-    assert all(map(same_bits, stepped(chosen), expected)) and all(map(same_bits, stepped(grouped), expected))
 
 
 CONFIG_FLAGS = [
@@ -424,34 +384,6 @@ def test_flags_as_text(flag: str, text: Any, value: bool) -> None:
     found = optimizer.param_groups[0][flag] if flag in optimizer.param_groups[0] else getattr(optimizer, flag)
     assert found is value
     assert all(map(same_bits, stepped(optimizer), stepped(peers.FusedAdamW(params(), **{flag: value}))))
-
-
-@pytest.mark.parametrize(
-    "flag, wrong",
-    pairwise(
-        [*CONFIG_FLAGS, "capturable", "offload_states", "use_decoupled_grad", "amsgrad", "set_grad_none"],
-        ["no", "", 2, 0.5, {}, [True], [torch.ones(1), 1], torch.ones(2), np.ones(2)],
-    ),
-    ids=repr,
-)
-def test_what_is_no_flag_is_refused(flag: str, wrong: Any) -> None:
-    with pytest.raises(TypeError, match=f"^{flag}: expected True or False, got"):
-        peers.FusedAdamW(params(), **{flag: wrong})
-
-
-def test_flags_of_param_groups() -> None:
-    first, second = params()
-    optimizer = FusedAdamW([{"params": [first], "maximize": "true", "bias_correction": "False"}, {"params": [second]}])
-    shown = [(group["maximize"], group["bias_correction"]) for group in optimizer.param_groups]
-    assert shown == [(True, False), (False, True)]
-    with pytest.raises(TypeError, match="maximize: expected True or False, got 'yes'"):
-        optimizer.add_param_group({"params": params(), "maximize": "yes"})
-    assert len(optimizer.param_groups) == 2
-
-
-@pytest.mark.parametrize("seed, expected", [(3.0, 3), ("12345678901234567", 12345678901234567), (torch.tensor(4), 4)])
-def test_seeds_that_are_whole_numbers(seed: Any, expected: int) -> None:
-    assert FusedAdamW(params(), seed=seed).seed == expected
 
 
 @pytest.mark.parametrize("seed", [1.5, "x", "1.5", None, float("inf"), float("nan")])

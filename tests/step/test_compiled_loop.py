@@ -96,22 +96,6 @@ def test_gradient_release_is_not_traced() -> None:
     assert losses[0] == losses[1] and losses[0][0] > losses[0][-1]
 
 
-def test_an_optimizer_made_in_a_compiled_function() -> None:
-    def train_anew(x: Tensor, model: nn.Module) -> FusedAdamW:
-        optimizer = FusedAdamW(model.parameters(), lr=1e-2)
-        model(x).square().mean().backward()
-        optimizer.step()
-        return optimizer
-
-    torch._dynamo.reset()
-    models = [model_of(4), model_of(4)]
-    x = torch.ones(2, 16)
-    for step, model in zip((train_anew, torch.compile(train_anew, backend="eager")), models, strict=True):
-        optimizer = step(x, model)
-        assert len(optimizer.state) == 4
-    torch.testing.assert_close(*(list(model.parameters()) for model in models), rtol=0, atol=0)
-
-
 def test_methods_are_not_traced() -> None:
     """Traced, a load alone is a hundred frames."""
     torch._dynamo.reset()

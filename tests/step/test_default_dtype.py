@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from distributed import same_bits
+from pairwise import pairwise
 from peers import FusedAdamW
 
 SHAPES = [(4, 128), (7,)]
@@ -61,9 +62,7 @@ def train(options: dict[str, Any], device: str) -> tuple[list[Tensor], list[dict
     return [*params, *tensors_of(saved["state"])], saved["param_groups"]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("default", DEFAULTS, ids=str)
-@pytest.mark.parametrize("backend", ["", "torch"], ids=["engine", "torch"])
+@pytest.mark.parametrize("default, options, backend", pairwise(DEFAULTS, OPTIONS, ["", "torch"]), ids=str)
 def test_the_same_bits_under_every_default(
     default: torch.dtype, options: dict[str, Any], backend: str, device: str, use_backend: Any
 ) -> None:
@@ -74,18 +73,3 @@ def test_the_same_bits_under_every_default(
     torch.set_default_dtype(torch.float32)
     assert len(found) == len(expected) and all(map(same_bits, found, expected))
     assert found_groups == groups
-
-
-@pytest.mark.parametrize("default", DEFAULTS, ids=str)
-def test_steps_of_torchs_form_are_exact(default: torch.dtype) -> None:
-    torch.set_default_dtype(default)
-    param = nn.Parameter(torch.ones(3, dtype=torch.float32))
-    optimizer = FusedAdamW([param], checkpoint_format="torch")
-    param.grad = torch.ones_like(param)
-    optimizer.step()
-    optimizer.param_groups[0]["step"] = 1002
-    saved = optimizer.state_dict()["state"][0]["step"]
-    assert saved.dtype == torch.float32 and float(saved) == 1002
-    theirs = torch.optim.AdamW([param])
-    theirs.load_state_dict(optimizer.state_dict())
-    assert float(theirs.state[param]["step"]) == 1002

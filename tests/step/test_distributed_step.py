@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -202,25 +201,6 @@ def test_parameters_without_gradients_keep_their_bits(world_size: int) -> None:
             assert not final[f"{name}: exp_avg"].any() and not final[f"{name}: exp_avg_sq"].any()
 
 
-def step_with_other_placements() -> dict[str, Part]:
-    """Gradients placed otherwise than their parameters: replicated, or sharded on another dim."""
-    mesh = distributed.mesh()
-    found = {}
-    for name, placements in {"same": [Shard(0)], "replicated": [Replicate()], "columns": [Shard(1)]}.items():
-        param = nn.Parameter(shard(noise((7, 64), 0), mesh, [Shard(0)]))
-        optimizer = FusedAdam([param], lr=0.1)
-        with torch.no_grad():
-            param.grad = shard(noise((7, 64), 1), mesh, placements)
-        optimizer.step()
-        found[name] = part(param)
-    return found
-
-
-def test_gradients_are_redistributed_to_their_parameters() -> None:
-    final = join_all(distributed.run(3, step_with_other_placements))
-    assert_same({"a": final["replicated"], "b": final["columns"]}, {"a": final["same"], "b": final["same"]})
-
-
 # --- FSDP2 ------------------------------------------------------------------------------------------------------
 
 
@@ -382,82 +362,6 @@ def test_fsdp_training_on_two_gpus_equals_unsharded_training(
 
 
 # --- errors -----------------------------------------------------------------------------------------------------
-
-
-def plain_gradient(param: DTensor, plain: Tensor) -> None:
-    param.decoupled_grad = torch.ones(param.shape)
-
-
-def sharded_gradient(param: DTensor, plain: Tensor) -> None:
-    plain.decoupled_grad = shard(torch.ones(plain.shape), distributed.mesh(), [Shard(0)])
-
-
-def other_local_shape(param: DTensor, plain: Tensor) -> None:
-    local = torch.ones(param._local_tensor.shape[0] + 1, *param.shape[1:])
-    param.decoupled_grad = DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
-
-
-def local_values(optimizer: FusedAdam) -> dict[str, Tensor]:
-    return {name: values.clone() for name, (_, _, values) in snapshot(optimizer, ["plain", "sharded"]).items()}
-
-
-def refuse(spoil: Callable[[DTensor, Tensor], None], warm: bool) -> str:
-    """A step with one wrong gradient, as the first step or a later one. Returns the error's text."""
-    plain = nn.Parameter(noise((8, 64), 0))
-    sharded = nn.Parameter(shard(noise((7, 64), 1), distributed.mesh(), [Shard(0)]))
-    options = {
-        "exp_avg_dtype": torch.int8,
-        "exp_avg_sq_dtype": torch.int8,
-        "weight_decay": 0.1,
-        "decoupled_weight_decay": True,
-    }
-    optimizer = FusedAdam([plain, sharded], lr=0.1, use_decoupled_grad=True, **options)
-    plain.decoupled_grad, sharded.decoupled_grad = noise((8, 64), 2), shard_like(noise((7, 64), 3), sharded)
-    if warm:
-        optimizer.step()
-    before = local_values(optimizer)
-    spoil(sharded, plain)
-    with pytest.raises((TypeError, ValueError)) as error:
-        optimizer.step()
-    assert optimizer.param_groups[0]["step"] == warm
-    assert_same(local_values(optimizer), before)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("warm", [False, True], ids=["first step", "later step"])
-@pytest.mark.parametrize(
-    "spoil, message",
-    [
-        (plain_gradient, "parameter 1 .*is a DTensor but its gradient is a plain tensor"),
-        (sharded_gradient, "parameter 0 .*is a plain tensor but its gradient is a DTensor"),
-        (other_local_shape, "parameter 1 .*local shard has shape"),
-    ],
-)
-def test_gradients_that_do_not_fit_are_refused_on_every_rank(
-    spoil: Callable[[DTensor, Tensor], None], message: str, warm: bool
-) -> None:
-    errors = distributed.run(2, refuse, spoil, warm, timeout=20)
-    assert all(re.search(message, error) for error in errors), errors
-
-
-def refuse_on_one_rank() -> bool:
-    """The first step, where the last rank's gradient is wrong. Returns whether it raised."""
-    param = nn.Parameter(shard(noise((7, 64), 0), distributed.mesh(), [Shard(0)]))
-    optimizer = FusedAdam([param], use_decoupled_grad=True)
-    param.decoupled_grad = shard_like(noise((7, 64), 1), param)
-    if torch.distributed.get_rank() == 1:
-        plain_gradient(param, param)
-    try:
-        optimizer.step()
-    except (RuntimeError, TypeError):
-        return True
-    return False
-
-
-def test_first_step_refused_on_one_rank_fails_on_all() -> None:
-    assert distributed.run(2, refuse_on_one_rank, timeout=20) == [True, True]
 
 
 def on_meshes_of_others(kind: type[Any], rounds: int) -> list[Tensor]:

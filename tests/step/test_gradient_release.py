@@ -115,20 +115,6 @@ def test_schedulers_checkpoints_and_copies_go_on(device: str) -> None:
     assert all(map(same_bits, everything(released), everything(usual)))
 
 
-def test_writes_from_outside_are_followed(device: str) -> None:
-    """Of a parameter with a master of its own, between steps, as in whole steps."""
-    first, second = (Layers(torch.bfloat16).to(device) for _ in range(2))
-    released, usual = (make(model, FORMATS[-1], MASTER["bfloat16+float32"]) for model in (first, second))
-    enable_gradient_release(first, released, bucket_bytes=0)
-    for model, optimizer in ((first, released), (second, usual)):
-        train(model, optimizer, range(2))
-        with torch.no_grad():
-            model.third.weight.clamp_(-0.01, 0.01)
-            nn.init.zeros_(model.norm.bias)
-        train(model, optimizer, range(2, STEPS))
-    assert all(map(same_bits, everything(released), everything(usual)))
-
-
 # --- gradients are freed --------------------------------------------------------------------------------------------
 
 
@@ -179,17 +165,6 @@ def test_model_and_states_are_freed() -> None:
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
-def test_a_second_backward_pass_is_refused() -> None:
-    model = Layers()
-    optimizer = make(model, FORMATS[0], MASTER["float32"])
-    enable_gradient_release(model, optimizer, bucket_bytes=0)
-    loss_of(model, 0).backward()
-    with pytest.raises(RuntimeError, match=r"'norm\..*second gradient before optimizer\.step\(\)"):
-        loss_of(model, 1).backward()
-    optimizer.step()
-    loss_of(model, 2).backward()
-
-
 @pytest.mark.parametrize(
     "options, error, message",
     [
@@ -207,19 +182,6 @@ def test_options_that_need_all_gradients(options: dict[str, Any], error: type[Ex
     for param in model.parameters():
         param.grad = param.decoupled_grad = torch.zeros_like(param)
     optimizer.step()  # as ever
-
-
-def test_what_needs_all_gradients_later_on() -> None:
-    model = Layers()
-    optimizer = make(model, FORMATS[0], MASTER["float32"])
-    enable_gradient_release(model, optimizer, bucket_bytes=0)
-    loss_of(model, 0).backward()
-    with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) needs all gradients"):
-        optimizer.clip_grad_norm_(1.0)
-    with pytest.raises(RuntimeError, match=r"call step\(\) first"):
-        optimizer.state_dict()
-    optimizer.step()
-    optimizer.state_dict()
 
 
 def test_other_models_are_refused() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 import distributed
 from distributed import mesh, shard
 from fused_optim import FusedAdamW, FusedMuon
-from fused_optim.step import agreement, signature
+from fused_optim.step import agreement
 
 SHORT = timedelta(seconds=2)
 
@@ -120,22 +120,3 @@ def test_groups_may_come_on_some_ranks_of_a_mesh_if_it_has_nothing_of_them(kind:
     for rank, (_, second, third, fourth) in enumerate(distributed.run(4, with_later_groups, kind, timeout=20)):
         assert (second, fourth) == (0, 0)
         assert third == 0 if rank < 2 or kind is FusedAdamW else third > 0
-
-
-def digests_with_empty_shards() -> list[int]:
-    """Of facts, in each step."""
-    params = [parameter((1, 64), mesh()), parameter((8, 64), mesh(), 1)]
-    optimizer = FusedMuon(params, lr=0.1)
-    counts = []
-    for step in range(3):
-        give(params, step)
-        with mock.patch.object(signature, "digest_of", wraps=signature.digest_of) as digested:
-            optimizer.step()
-        counts.append(digested.call_count)
-    return counts
-
-
-def test_facts_are_not_digested_anew_where_each_step_asks() -> None:
-    """That takes milliseconds for a model of a thousand matrices."""
-    for first, *later in distributed.run(2, digests_with_empty_shards):
-        assert first > 0 and later == [0, 0]

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-import distributed
 import peers
 from cases import values
 from distributed import same_bits
@@ -102,20 +100,6 @@ def test_words_that_contradict(options: dict[str, Any], message: str) -> None:
         peers.FusedAdamW([param()], **options)
 
 
-@pytest.mark.parametrize("bits, long", [(32, {"store_param_remainders": True}), (0, {"master_weights": False})])
-@pytest.mark.parametrize("states", ["int8", "bf16", "fp32"])
-def test_short_words_are_the_long_options(bits: int, long: dict[str, Any], states: str) -> None:
-    short = FusedAdamW([param()], master_bits=bits, state_dtype=states)
-    spelled = peers.FusedAdamW([param()], exp_avg_dtype=states, exp_avg_sq_dtype=states, **long)
-    for seed in range(3):
-        step(short, seed)
-        step(spelled, seed)
-    found = [
-        [*o.param_groups[0]["params"], *o.state[o.param_groups[0]["params"][0]].values()] for o in (short, spelled)
-    ]
-    assert all(map(same_bits, *found))
-
-
 # --- states -----------------------------------------------------------------------------------------------------------
 
 
@@ -144,12 +128,6 @@ def test_state_dtype(options: dict[str, Any], expected: tuple[torch.dtype, torch
     if way != "constructor":
         assert optimizer.state[other]["exp_avg"].dtype == F32
     assert "state_dtype" not in optimizer.state_dict()["param_groups"][0]
-
-
-@pytest.mark.parametrize("wrong", ["int3", torch.float64])
-def test_an_unknown_state_dtype(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="state_dtype: expected one of"):
-        FusedAdamW([param()], state_dtype=wrong)
 
 
 # --- writes that no counter shows -------------------------------------------------------------------------------------
@@ -208,21 +186,6 @@ def test_a_write_is_where_the_next_step_starts(write: Callable[..., None], when:
     step(optimizer, 6)
     master = join_remainder(each.detach(), optimizer.state[each]["master_param"])
     assert 0 < float((master - before).abs().max()) < 0.2  # one update away from what was written
-
-
-def broadcast_on_ranks() -> Tensor:
-    each = nn.Parameter(torch.full(SHAPE, float(dist.get_rank() + 2)).bfloat16())
-    optimizer = FusedAdamW([each], lr=0.0, weight_decay=0.0)
-    step(optimizer, 1)
-    dist.broadcast(each.data, 0)
-    step(optimizer, 2)
-    return each.detach()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_broadcast_through_data(ranks: int) -> None:
-    for found in distributed.run(ranks, broadcast_on_ranks):
-        assert torch.equal(found, torch.full(SHAPE, 2.0).bfloat16())
 
 
 # --- what is read and set ---------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -154,33 +153,6 @@ def test_a_repeated_parameter_is_updated_once(form: str, named: bool) -> None:
     assert all(map(same_bits, contents(params, optimizer), contents(others, usual)))
 
 
-@pytest.mark.parametrize("form", ["unscaled", "native", "torch"])
-def test_state_dicts_of_repeated_groups_have_torchs_numbers(form: str) -> None:
-    params, optimizer = build("float32", checkpoint_format=form)
-    theirs = torch.optim.AdamW([{"params": [param]} for param in params])
-    optimizer.param_groups[:] = [{**optimizer.param_groups[0], "params": [param]} for param in params]
-    train(params, optimizer, 0)
-    train(params, theirs, 0)
-    for each in (optimizer, theirs):
-        each.param_groups.extend(each.param_groups)
-    ours, expected = optimizer.state_dict(), theirs.state_dict()
-    assert [group["params"] for group in ours["param_groups"]] == [
-        group["params"] for group in expected["param_groups"]
-    ]
-    assert list(ours["state"]) == list(expected["state"])
-
-
-def test_torchs_state_dict_of_a_repeated_parameter_loads() -> None:
-    params, optimizer = build("float32")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs = torch.optim.AdamW([params[0], params[1], params[0], params[2]])
-    train(params, theirs, 0)
-    optimizer.load_state_dict(theirs.state_dict())
-    for param in params:
-        assert same_bits(optimizer.state[param]["exp_avg"], theirs.state[param]["exp_avg"])
-
-
 # --- formats that are changed in mid-run ------------------------------------------------------------------------------
 
 
@@ -216,16 +188,6 @@ def test_states_follow_the_formats_of_their_group(
     assert all(map(same_bits, contents(params, optimizer), contents(others, fresh)))
 
 
-def test_formats_that_do_not_exist_are_refused() -> None:
-    params, optimizer = build("float32")
-    train(params, optimizer, 0)
-    optimizer.param_groups[0]["exp_avg_dtype"] = "int4"
-    kept = [tensor.clone() for tensor in contents(params, optimizer)]
-    with pytest.raises(ValueError, match="param group 0: exp_avg_dtype: expected one of"):
-        train(params, optimizer, 1)
-    assert all(map(same_bits, contents(params, optimizer), kept))
-
-
 def test_what_keeps_its_format_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     params, optimizer = build("bfloat16+float32")
     train(params, optimizer, 0)
@@ -238,7 +200,7 @@ def test_what_keeps_its_format_is_not_written(monkeypatch: pytest.MonkeyPatch) -
     assert all(optimizer.state[param]["exp_avg"] is state for param, state in zip(params, states, strict=True))
 
 
-def convert_while_released() -> None:
+def test_formats_change_under_gradient_release() -> None:
     """Gradient release makes its own plans."""
     results = []
     for releases in (False, True):
@@ -255,10 +217,6 @@ def convert_while_released() -> None:
             optimizer.zero_grad()
         results.append(contents(list(model.parameters()), optimizer))
     assert all(map(same_bits, *results))
-
-
-def test_formats_change_under_gradient_release() -> None:
-    convert_while_released()
 
 
 def convert_sharded() -> dict[str, Part]:

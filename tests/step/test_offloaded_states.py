@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 import distributed
 from cases import EACH_FORMAT_AND_MASTER, FORMAT, MASTER, SHAPES, Format, Master, values
 from distributed import Part, assert_same, join_all, part, same_bits
-from fused_optim import enable_gradient_release, save_master_safetensors
+from fused_optim import enable_gradient_release
 from fused_optim.backends import offloaded
 from fused_optim.checkpoint import PinnedStager
 from fused_optim.memory.layout import MASTER as MASTER_PARAM
@@ -409,19 +409,6 @@ def test_parameters_that_others_write(master: str, device: str) -> None:
             assert same_bits(ours.get_unscaled_state(a, name).cpu(), theirs.get_unscaled_state(b, name).cpu())
 
 
-def test_masters_are_exported(device: str, tmp_path: Path) -> None:
-    found = []
-    for offload in (True, False):
-        model = layers(torch.bfloat16).to(device)
-        optimizer = optimizer_of(model, offload, store_param_remainders=True)
-        train_model(model, optimizer, range(2))
-        save_master_safetensors(model, optimizer, tmp_path / str(offload))
-        found.append({name: value.cpu() for name, value in optimizer.master_state_dict(model).items()})
-    assert_same(*found)
-    first, second = (sorted((tmp_path / name).glob("*.safetensors")) for name in ("True", "False"))
-    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
-
-
 def test_states_that_others_have_made_are_adopted(device: str) -> None:
     optimizer = make(True, device, FORMAT["float32"])
     moments = {}
@@ -448,21 +435,6 @@ def test_what_cannot_be_is_refused() -> None:
     ):
         with pytest.raises(error, match="offload"):
             FusedAdam(params, **{"offload_states": True, **options})
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("replaced", [True, False])
-def test_memory_that_is_not_locked_is_refused(replaced: bool) -> None:
-    optimizer = make(True, "cuda")
-    train(optimizer, range(1))
-    states = optimizer.state[optimizer.store.params[0]]
-    if replaced:
-        states["exp_avg"] = states["exp_avg"].clone()
-    else:
-        states["exp_avg"].data = states["exp_avg"].clone()
-    with pytest.raises(TypeError, match="page-locked"):
-        train(optimizer, range(1, 2))
 
 
 def test_memory_that_is_unlocked_is_noticed(device: str) -> None:

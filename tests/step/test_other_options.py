@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import distributed
 from distributed import mesh, shard
 from fused_optim import FusedAdamW, FusedLion, FusedMuon, enable_gradient_release
-from fused_optim.matrices import shards
 from fused_optim.quantized import Float8CurrentScaling, quantize_model_
 from fused_optim.state import host_states
-from fused_optim.step import agreement, plan
+from fused_optim.step import agreement
 from fused_optim.step.skip import Skips
 from pairwise import pairwise
 
@@ -116,20 +115,6 @@ def test_other_hyperparameters_of_matrices_raise_on_all_ranks(world_size: int, c
     check_raised(texts, f"{first} on {ranks}, {second} on rank {world_size - 1} (parameter 0 ('layers.0'", "'layers.2'")
 
 
-@pytest.mark.parametrize("usual, other", [(None, (3, 5)), ((3, 5), [5, 3])], ids=str)
-def test_other_splits_raise_on_all_ranks(usual: Any, other: Any) -> None:
-    texts = distributed.run(2, split, usual, other, timeout=20)
-    spelled = "None" if usual is None else "(3, 5)"
-    check_raised(texts, f"splits: {spelled} on rank 0, ({other[0]}, {other[1]}) on rank 1 (parameter 0")
-
-
-def split(usual: Any, other: Any) -> str:
-    named = made([(8, 64), (8, 32)])
-    optimizer = FusedMuon([{"params": named, "splits": other if is_other() else usual}], lr=0.1)
-    give(named)
-    return raised_by(optimizer, named)
-
-
 def test_another_offload_fraction_raises_on_all_ranks() -> None:
     """Where matrices have their states on other sides; what else has them may differ: see test_agreement.py."""
     texts = distributed.run(2, offloaded, (0.3, 0.6), timeout=20)
@@ -152,18 +137,6 @@ def skipping(kind: type[FusedAdamW]) -> str:
 @pytest.mark.parametrize("kind", [FusedAdamW, FusedLion, FusedMuon])
 def test_skipping_on_one_rank_alone_raises_on_all(kind: type[FusedAdamW]) -> None:
     check_raised(distributed.run(2, skipping, kind, timeout=20), "skip_nonfinite: False on rank 0, True on rank 1")
-
-
-def with_small_buckets() -> str:
-    named = made()
-    with mock.patch.object(shards, "BUCKET_BYTES", 1 if is_other() else 1 << 30):
-        optimizer = FusedMuon(named, lr=0.1)
-        give(named)
-        return raised_by(optimizer, named)
-
-
-def test_other_buckets_raise_on_all_ranks() -> None:
-    check_raised(distributed.run(2, with_small_buckets, timeout=20), "bucket: 0 on rank 0, 1 on rank 1 (parameter 1")
 
 
 # --- parameters -------------------------------------------------------------------------------------------------------
@@ -236,24 +209,6 @@ def test_other_matrices_raise_on_all_ranks(usual: Groups, other: Groups, expecte
     check_raised(distributed.run(2, grouped, usual, other, timeout=20), *expected)
 
 
-def diagnosed(differently: bool) -> str:
-    named = made()
-    optimizer = FusedAdamW(swapped(named) if differently and is_other() else named, lr=0.1)
-    optimizer.initialize_state()
-    give(named)
-    try:
-        optimizer.diagnostics()
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_diagnostics_of_another_order_raise_on_all_ranks() -> None:
-    """Of each parameter something is sent; a step sends nothing of these."""
-    check_raised(distributed.run(2, diagnosed, True, timeout=20), renamed(0, 1), renamed(1, 0))
-    assert distributed.run(2, diagnosed, False, timeout=20) == ["", ""]
-
-
 def frozen(has_gradients: bool) -> str:
     """One of four matrices, on the last rank."""
     named = made([*SHAPES, (8, 64)])
@@ -269,18 +224,6 @@ def test_a_frozen_matrix_on_one_rank_raises_on_all(world_size: int, has_gradient
     ranks = "rank 0" if world_size == 2 else "ranks 0, 1, 2"
     expected = f"trained: True on {ranks}, False on rank {world_size - 1}"
     check_raised(distributed.run(world_size, frozen, has_gradients, timeout=20), expected, "(parameter 1 ('layers.1'")
-
-
-def on_many() -> str:
-    named = made([(8, 64)] * 6)
-    optimizer = FusedMuon([{"params": [each], "ns_steps": 5 + is_other()} for each in named], lr=0.1)
-    give(named)
-    return raised_by(optimizer, named)
-
-
-def test_messages_are_short() -> None:
-    for text in distributed.run(4, on_many, timeout=20):
-        assert text.count("layers.") == 3 and "; 3 more parameters;" in text and "on ranks 0, 1, 2, 6 on rank 3" in text
 
 
 # --- meshes -----------------------------------------------------------------------------------------------------------
@@ -386,33 +329,12 @@ def test_other_buckets_of_gradient_release_raise_on_all_ranks() -> None:
     check_raised(distributed.run(2, released, (0, 1 << 20), timeout=20), expected)
 
 
-def refused_then_whole() -> list[Tensor]:
-    """A step after gradient release was refused, while the error, and what its frames hold, is kept."""
-    model = quantized()
-    optimizer = FusedAdamW(model.named_parameters(), lr=0.01)
-    kept = None
-    try:
-        enable_gradient_release(model, optimizer, bucket_bytes=(0, 1 << 20)[is_other()])
-    except RuntimeError as error:
-        kept = error
-    model(torch.ones(4, 64)).square().sum().backward()
-    optimizer.step()
-    assert kept is not None and str(kept).startswith(PREFIX.removeprefix("RuntimeError: "))
-    return [param.full_tensor().detach().clone() for param in model.parameters()]
-
-
 def whole() -> list[Tensor]:
     model = quantized()
     optimizer = FusedAdamW(model.named_parameters(), lr=0.01)
     model(torch.ones(4, 64)).square().sum().backward()
     optimizer.step()
     return [param.full_tensor().detach().clone() for param in model.parameters()]
-
-
-def test_gradient_release_that_is_refused_leaves_no_hooks() -> None:
-    found, expected = distributed.run(2, refused_then_whole, timeout=20), distributed.run(2, whole, timeout=20)
-    for own, usual in zip(found, expected, strict=True):
-        assert all(map(torch.equal, own, usual))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -460,31 +382,3 @@ def test_what_one_rank_alone_changes_later_raises_there(key: str, value: Any) ->
     with pytest.raises(distributed.RemoteError) as raised:  # the processes are not used again
         distributed.run(2, changed_later, key, value, "one", timeout=20)
     assert "were changed since the step before, and other ranks have not said the same within 1 s" in str(raised.value)
-
-
-def asked(change: str) -> tuple[list[int], int]:
-    """The all-reduces of four steps, before the third of which something changes on the last rank, or all; and how
-    often an optimizer was described."""
-    named = made()
-    optimizer = FusedMuon(named, lr=0.1)
-    counts = []
-    with mock.patch.object(plan, "signature_of", wraps=plan.signature_of) as described:
-        for step in range(4):
-            give(named, seed=step)
-            if step == 2 and change == "momentum":
-                optimizer.param_groups[0]["momentum"] = 0.5
-            if step == 2 and change == "state" and is_other():
-                state = optimizer.state[named[0][1]]
-                optimizer.state[named[0][1]] = dict(state)
-            with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
-                optimizer.step()
-            counts.append(reduced.call_count)
-    return counts, described.call_count
-
-
-@pytest.mark.parametrize("change", ["nothing", "momentum", "state"])
-def test_what_decides_nothing_is_not_asked_again(change: str) -> None:
-    """Hyperparameters that are scheduled, and plans that one rank makes anew for itself."""
-    for rank, ((_, *later), described) in enumerate(distributed.run(2, asked, change, timeout=20)):
-        assert later == [0, 0, 0]
-        assert described == (2 if change == "state" and rank == 1 else 1)

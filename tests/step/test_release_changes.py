@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import weakref
 from collections.abc import Callable
@@ -55,38 +54,6 @@ def test_unfrozen_and_frozen_parameters(name: str, bucket_bytes: int | None, dev
     pair.each(lambda model, _: model.get_parameter(name).requires_grad_(False))
     pair.train(range(STEPS + 1, STEPS + 3))
     pair.assert_same()
-
-
-def test_unfrozen_between_backward_and_step() -> None:
-    """From the next step on, as in whole steps."""
-    pair = Pair()
-    pair.each(lambda model, _: model.first.weight.requires_grad_(False))
-    enable_gradient_release(pair.model, pair.released, bucket_bytes=0)
-    for step in range(STEPS):
-        for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
-            loss_of(model, step).backward()
-            model.first.weight.requires_grad_(True)
-            optimizer.step()
-            optimizer.zero_grad()
-    pair.assert_same()
-
-
-def test_gradients_that_no_backward_pass_has_made() -> None:
-    """Of a parameter beside the model, without states when the pass began."""
-    pair = Pair()
-    late = [nn.Parameter(torch.ones(3), requires_grad=False) for _ in range(2)]
-    for optimizer, param in zip(pair.optimizers, late, strict=True):
-        optimizer.add_param_group({"params": [("late", param)]})
-    enable_gradient_release(pair.model, pair.released, bucket_bytes=0)
-    for step in range(STEPS):
-        for model, optimizer, param in zip(pair.models, pair.optimizers, late, strict=True):
-            loss_of(model, step).backward()
-            if step > 1:
-                param.requires_grad_(True).grad = torch.full((3,), float(step))
-            optimizer.step()
-            optimizer.zero_grad()
-    assert all(map(same_bits, everything(pair.released), everything(pair.usual)))
-    assert [group["step"] for group in pair.released.param_groups] == [STEPS, STEPS, 2]
 
 
 def test_frozen_parameters_hold_no_bucket_up() -> None:
@@ -144,30 +111,6 @@ def test_other_buckets_mistake_no_update_for_a_write(monkeypatch: pytest.MonkeyP
     assert len(followed) == 1 and followed[0] is pair.model.first.weight
 
 
-def test_replaced_parameters_are_freed() -> None:
-    model = Layers()
-    optimizer = make(model, FORMATS[-1], MASTER["float32"])
-    enable_gradient_release(model, optimizer, bucket_bytes=0)
-    train(model, optimizer, range(1))
-    old = weakref.ref(model.first.weight)
-    new = nn.Parameter(model.first.weight.detach().clone())
-    optimizer.replace_parameters({model.first.weight: new})
-    model.first.weight = new
-    train(model, optimizer, range(1, 2))
-    gc.collect()
-    assert old() is None
-
-
-def test_states_that_are_cleared_begin_with_the_first_step() -> None:
-    pair = Pair()
-    enable_gradient_release(pair.model, pair.released, bucket_bytes=0)
-    pair.train(range(2))
-    pair.each(lambda _, optimizer: optimizer.state.clear())
-    pair.train(range(2, STEPS))
-    pair.assert_same()
-    assert [group["step"] for group in pair.released.param_groups] == [STEPS - 2] * 2
-
-
 # --- state dicts ------------------------------------------------------------------------------------------------------
 
 
@@ -182,22 +125,6 @@ def test_native_remainders_are_loaded_before_the_model(master: str, bucket_bytes
     train(pair.model, pair.released, range(1))
     pair.released.load_state_dict(saved[0])
     pair.model.load_state_dict(saved[1])
-    pair.train(range(2, STEPS))
-    pair.assert_same()
-
-
-def test_remainders_of_another_model_are_refused_before_anything_changes() -> None:
-    pair = Pair(FORMATS[-1], MASTER["bfloat16+rem16"])
-    pair.each(lambda _, optimizer: setattr(optimizer, "checkpoint_format", "native"))
-    train(pair.models[1], pair.usual, range(2))
-    enable_gradient_release(pair.model, pair.released, bucket_bytes=0)
-    pair.released.load_state_dict(pair.usual.state_dict())
-    before = [param.detach().clone() for param in pair.model.parameters()]
-    with pytest.raises(ValueError, match="the low bits of its master"):
-        loss_of(pair.model, 2).backward()
-    assert all(map(torch.equal, before, pair.model.parameters()))
-    pair.model.load_state_dict(pair.models[1].state_dict())
-    pair.released.zero_grad()
     pair.train(range(2, STEPS))
     pair.assert_same()
 

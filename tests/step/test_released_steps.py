@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
 from cases import FORMATS, MASTER
 from fused_optim import enable_gradient_release, export_optimizer_checkpoint, save_master_safetensors
-from fused_optim.step import buckets
 from pairwise import pairwise
 from peers import FusedAdamW
 from release_cases import Layers, Pair, everything, gradients, loss_of, make, train
@@ -221,14 +217,6 @@ def test_learning_rates_that_are_tensors() -> None:
     optimizer.step()
 
 
-def test_entries_of_others_may_change_at_any_time() -> None:
-    pair = Pair()
-    enable_gradient_release(pair.model, pair.released, bucket_bytes=0)
-    loss_of(pair.model, 0).backward()
-    pair.released.param_groups[0]["tokens"] = 1000
-    pair.released.step()
-
-
 # --- passes that fail -------------------------------------------------------------------------------------------------
 
 
@@ -271,68 +259,6 @@ def test_a_failed_pass_ends_its_step(name: str, then: str, bucket_bytes: int | N
     assert bucket_bytes != 0 or bool(updated) == (name != "norm.weight")
     pair.train(range(2, STEPS))
     pair.assert_same()
-
-
-class HeldPasses:
-    """Stands for ``Variable._execution_engine``. Holds what passes call at their end, as the thread of a GPU may."""
-
-    def __init__(self) -> None:
-        self.callbacks: list[Callable[[], None]] = []
-
-    def queue_callback(self, callback: Callable[[], None]) -> None:
-        self.callbacks.append(callback)
-        Variable._execution_engine.queue_callback(callback)
-
-
-@pytest.mark.parametrize("then", ["zero_grad", "state_dict", "disable"])
-def test_a_failed_pass_is_let_go_of_a_moment_later(then: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not before ``backward()`` has raised: autograd's thread for a GPU does so."""
-    pair, passes = Pair(device=device), HeldPasses()
-    monkeypatch.setattr(buckets, "Variable", SimpleNamespace(_execution_engine=passes))
-    release = enable_gradient_release(pair.model, pair.released, bucket_bytes=0)
-    fail_at(pair.model, "second.weight", 0)
-    later = threading.Timer(0.1, passes.callbacks.clear)
-    later.start()
-    {"zero_grad": pair.released.zero_grad, "state_dict": pair.released.state_dict, "disable": release.disable}[then]()
-    later.join()
-    assert [group["step"] for group in pair.released.param_groups] == [1, 1]
-
-
-def test_a_pass_of_another_thread_ends_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asks from outside of it waits for some time, and is refused."""
-    monkeypatch.setattr(buckets, "PATIENCE", 0.05)
-    pair, errors = Pair(), []
-
-    def ask() -> None:
-        with pytest.raises(RuntimeError, match="during the backward pass") as error:
-            pair.released.state_dict()
-        errors.append(error)
-
-    def ask_elsewhere(grad: Tensor) -> None:
-        thread = threading.Thread(target=ask)
-        thread.start()
-        thread.join()
-
-    enable_gradient_release(pair.model, pair.released, bucket_bytes=0)
-    handle = pair.model.first.weight.register_hook(ask_elsewhere)
-    pair.train(range(1))
-    handle.remove()
-    pair.train(range(1, STEPS))
-    assert len(errors) == 1
-    pair.assert_same()
-
-
-def test_gradients_of_a_failed_pass_stay() -> None:
-    """As torch leaves them: who does not drop them has them in the next step."""
-    model = Layers()
-    optimizer = make(model, FORMATS[0], MASTER["float32"])
-    enable_gradient_release(model, optimizer, bucket_bytes=1 << 30)
-    fail_at(model, "first.weight", 0)
-    left = gradients(model)
-    assert {"norm.weight", "third.weight", "second.weight"} <= left
-    before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    optimizer.step()
-    assert {name for name, param in model.named_parameters() if not torch.equal(before[name], param)} == left
 
 
 def test_a_second_pass_leaves_the_first_as_it_was() -> None:
@@ -424,19 +350,5 @@ def test_disabling_between_backward_and_step_makes_the_step(bucket_bytes: int | 
     train(pair.models[1], pair.usual, range(1))
     if changed:
         pair.usual.param_groups[0]["lr"] = 0.5
-    pair.train(range(1, STEPS))
-    pair.assert_same()
-
-
-def test_disabling_leads_back_whatever_the_last_gradients_are() -> None:
-    pair = Pair()
-    release = enable_gradient_release(pair.model, pair.released, bucket_bytes=0)
-    loss_of(pair.model, 0).backward()
-    pair.model.unused.weight.grad = torch.ones(5, 7).to_sparse()
-    with pytest.raises((RuntimeError, TypeError), match="sparse"):
-        release.disable()
-    pair.released.zero_grad()
-    pair.released.state_dict()
-    train(pair.models[1], pair.usual, range(1))
     pair.train(range(1, STEPS))
     pair.assert_same()

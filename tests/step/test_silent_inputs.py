@@ -109,27 +109,6 @@ def test_silent_inputs_stand_still(fmt: Format, master: Master, others: str, dev
     assert bool((found["back"] <= 2.0 * exact["back"] + place).all())
 
 
-# The thresholds hardly move from one burst to the next.
-RESONANT: dict[str, Callable[[int, Tensor], Tensor]] = {
-    "bursts every 13": lambda step, noise: noise * (1000.0 if step % 13 == 0 else 1.0),
-    "bursts every 21": lambda step, noise: noise * (1000.0 if step % 21 == 0 else 1.0),
-    "bursts every 34": lambda step, noise: noise * (1e5 if step % 34 == 0 else 1.0),
-    "growing": lambda step, noise: noise * 1.02**step,
-}
-
-
-@pytest.mark.parametrize("fmt, others", pairwise(FEW_BITS, [*RESONANT]), ids=str)
-def test_silent_inputs_beside_resonant_ones(
-    fmt: Format, others: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the usual betas they stand still there, too."""
-    monkeypatch.setitem(OTHERS, others, RESONANT[others])
-    values = [torch.ones(shape, device=device) for shape in SHAPES]
-    groups = groups_of(values, [{"betas": (0.9, beta2)} for beta2 in (0.95, 0.99, 0.999)])
-    optimizer = FusedAdamW(groups, lr=LR, weight_decay=0.0, state_dtype=fmt.dtype)
-    assert bool((silent_run(optimizer, others)["late"] <= NOISE).all())
-
-
 MOMENTA = (0.8, 0.9, 0.95)
 # By the name of an average of gradients: optimizers, and options by which it decays.
 AVERAGES: dict[str, tuple[Any, Callable[[float], dict[str, Any]]]] = {
@@ -310,32 +289,6 @@ def test_decay_alone_adds_up(master: Master, device: str) -> None:
         assert float((way - exact).abs().max()) <= min(2 * unit(master), 0.01)
 
 
-@pytest.mark.parametrize("master", COARSE, ids=str)
-def test_rounding_to_the_nearest_loses_tiny_updates(master: Master, device: str) -> None:
-    """That is what ``stochastic_rounding=False`` gives up."""
-    nearest: dict[str, Any] = {"stochastic_rounding": False}
-    assert not way_from_one(master, torch.ones(2, 128), 50, device, weight_decay=0.0, **nearest)[0].any()
-    assert not way_from_one(master, torch.zeros(2, 128), 50, device, weight_decay=0.5, **nearest).any()
-
-
-@pytest.mark.parametrize("any_backend", ["engine", "torch"], indirect=True)
-@pytest.mark.parametrize("master", FEW_MASTERS, ids=str)
-def test_lost_updates_are_those_that_a_step_loses(master: Master, any_backend: str) -> None:
-    """Of each step alone: an update that is lost in one moves the weight in another."""
-    values = torch.ones(4, 128, dtype=master.param_dtype, device=any_backend)
-    groups = groups_of([values], [{"lr": rate, "exp_avg_dtype": f.dtype} for rate in (1e-6, 1e-4) for f in FEW_BITS])
-    optimizer = FusedAdamW(groups, weight_decay=0.0, exp_avg_sq_dtype=torch.int8, **master.options)
-    optimizer.initialize_state()
-    for step in range(5):
-        give(optimizer, [normal((4, 128), step)])
-        before, found = positions(optimizer), optimizer.diagnostics()["groups"]
-        optimizer.step()
-        for row, group in zip(positions(optimizer) == before, found, strict=True):
-            assert group["lost_updates"] == pytest.approx(float(row.double().mean()), abs=1e-3)
-    rates = [group["lost_updates"] for group in found]
-    assert (min(rates[:4]) > 0.8) == (master.bits < 24)
-
-
 # --- rare and wide inputs ---------------------------------------------------------------------------------------------
 
 SOME_BETAS = [(0.8, 0.95), (0.9, 0.95), (0.9, 0.99), (0.9, 0.999), (0.95, 0.999)]
@@ -382,7 +335,7 @@ def test_rare_rows(fmt: Format, period: int, device: str) -> None:
     assert bool((found.largest <= 1.25 * found.exact_largest).all())
 
 
-FACTORS = [10.0, 100.0, 1000.0, 10000.0]
+FACTORS = [10.0, 10000.0]
 
 
 @functools.cache

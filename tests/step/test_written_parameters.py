@@ -219,41 +219,6 @@ def test_slices_of_one_tensor_share_a_counter(any_backend: str, monkeypatch: pyt
 
 @EVERY_BACKEND
 @pytest.mark.parametrize("master", [{}, {"master_weight_dtype": torch.float16}], ids=str)
-@pytest.mark.parametrize("when", ["before a gradient", "before a step", "before a save"])
-def test_new_memory_at_the_first_address(
-    any_backend: str, master: dict[str, Any], when: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two replacements in a row may end where the first began: the allocator gives the same memory again."""
-    if any_backend != "cpu":
-        pytest.skip("places tensors in memory of Python's")
-    memory = bytearray(values(0, torch.float16).numpy().tobytes())
-    param, optimizer = build(torch.float16, **master)
-    param.data = torch.frombuffer(memory, dtype=torch.float16).view(SHAPE)
-    for seed in range(3):
-        step(param, optimizer, seed)
-    if when == "before a gradient":
-        optimizer.zero_grad()
-        optimizer.step()
-    before, new = param.data_ptr(), values(1, torch.float16)
-    param.data = new.clone()
-    memory[:] = new.numpy().tobytes()
-    param.data = torch.frombuffer(memory, dtype=torch.float16).view(SHAPE)
-    assert param.data_ptr() == before
-    if when == "before a step":
-        param.grad = torch.zeros_like(param)
-        optimizer.step()
-        assert float((param - new).abs().max()) < 0.05
-    else:
-        check_follows(optimizer.state_dict()["state"][0]["master_param"], new)
-    follow, compared = ParamState.sync_master_from_param, []
-    monkeypatch.setattr(ParamState, "sync_master_from_param", lambda self: compared.append(self.param) or follow(self))
-    step(param, optimizer, 4)
-    optimizer.state_dict()
-    assert not compared
-
-
-@EVERY_BACKEND
-@pytest.mark.parametrize("master", [{}, {"master_weight_dtype": torch.float16}], ids=str)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("has_gradient", [True, False])
 def test_parameters_that_are_not_contiguous(
@@ -325,21 +290,6 @@ def test_what_is_saved_right_after_a_write_is_right(way: str, tmp_path: Any) -> 
     check_follows(found, new)
 
 
-@pytest.mark.parametrize("plans", [0, 1, 3])
-def test_a_write_is_noticed_whatever_happens_between(plans: int) -> None:
-    """New plans, added groups and loaded state dicts in between."""
-    param, optimizer = build(torch.bfloat16)
-    step(param, optimizer, 0)
-    new = values(1, torch.bfloat16)
-    by_copy(param, new)
-    for seed in range(plans):
-        late = nn.Parameter(values(seed, torch.bfloat16))
-        optimizer.add_param_group({"params": [late]})
-        late.grad = late.detach().clone()
-    step(param, optimizer, 1)
-    assert float((param - new).abs().max()) < 0.05
-
-
 def test_a_write_that_another_thread_follows_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """A save in the background looks for writes, too, here in the midst of a step."""
     (param, optimizer), (other, expected) = build(torch.bfloat16), build(torch.bfloat16)
@@ -373,24 +323,6 @@ def test_a_loaded_state_dict_is_not_undone_by_an_earlier_write() -> None:
     optimizer.load_state_dict(saved)
     assert torch.equal(param, weights)
     assert torch.equal(optimizer.get_unscaled_state(param, "master_param"), saved["state"][0]["master_param"])
-
-
-@pytest.mark.parametrize("optimizer_first", [False, True])
-def test_masters_of_a_checkpoint_stay_in_either_order(optimizer_first: bool) -> None:
-    """The model's values are the masters', rounded: loading them changes no bit of the masters."""
-    param, optimizer = build(torch.bfloat16)
-    for seed in range(3):
-        step(param, optimizer, seed)
-    saved, weights = copy.deepcopy(optimizer.state_dict()), param.detach().clone()
-    other, fresh = build(torch.bfloat16)
-    step(other, fresh, 9)
-    for load in (0, 1) if optimizer_first else (1, 0):
-        fresh.load_state_dict(saved) if load == 0 else from_state_dict(other, weights)
-    step(param, optimizer, 3)
-    step(other, fresh, 3)
-    assert torch.equal(param, other)
-    for name in ("exp_avg", "master_param"):
-        assert torch.equal(fresh.state[other][name], optimizer.state[param][name])
 
 
 # --- quantized weights --------------------------------------------------------------------------------------------
@@ -498,70 +430,6 @@ def test_ranks_train_one_model_after_ddp_has_sent_it() -> None:
     first, second = distributed.run(2, broadcast_by_ddp)
     assert torch.equal(first, second)
     assert_same({"first": first}, {"first": second})
-
-
-# --- writes that come before a step that does not look at them --------------------------------------------------------
-
-
-def before_any_step(optimizer: FusedAdamW) -> FusedAdamW:
-    optimizer.initialize_state()
-    return optimizer
-
-
-def after_a_load(optimizer: FusedAdamW) -> FusedAdamW:
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    return optimizer
-
-
-def after_a_copy(optimizer: FusedAdamW) -> FusedAdamW:
-    return copy.deepcopy(optimizer)
-
-
-@pytest.mark.parametrize("dtype, options", [(torch.bfloat16, {"store_param_remainders": False}), (torch.float16, {})])
-@pytest.mark.parametrize("prepare", [before_any_step, after_a_load, after_a_copy])
-@pytest.mark.parametrize("name", ["torch", "cpu"])
-def test_a_write_before_steps_of_others(
-    dtype: torch.dtype, options: dict[str, Any], prepare: Any, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The parameter has no gradient in the next steps; the write is where its own next step starts."""
-    monkeypatch.setenv("FUSED_OPTIM_BACKEND", name)
-    written, other = (nn.Parameter(torch.randn(4, 128, dtype=dtype)) for _ in range(2))
-    optimizer = FusedAdamW([written, other], lr=1e-3, weight_decay=0.0, **options)
-    if prepare is not before_any_step:
-        for param in (written, other):
-            param.grad = torch.randn_like(param)
-        optimizer.step()
-    optimizer = prepare(optimizer)
-    written, other = optimizer.param_groups[0]["params"]
-    with torch.no_grad():
-        written.fill_(5.0)
-    for _ in range(2):
-        written.grad, other.grad = None, torch.randn_like(other)
-        optimizer.step()
-    written.grad = torch.ones_like(written)
-    optimizer.step()
-    assert ((written.detach().float() - 5.0).abs() < 0.1).all()
-    assert ((optimizer.get_unscaled_state(written, "master_param") - 5.0).abs() < 0.1).all()
-
-
-@pytest.mark.parametrize("name", ["torch", "cpu"])
-def test_a_write_before_a_step_that_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FUSED_OPTIM_BACKEND", name)
-    params = [nn.Parameter(torch.randn(4, 128, dtype=torch.float16)) for _ in range(2)]
-    optimizer = FusedAdamW(params, lr=1e-3, weight_decay=0.0)
-    for _ in range(3):
-        for param in params:
-            param.grad = torch.randn_like(param)
-        optimizer.step()
-    with torch.no_grad():
-        params[0].fill_(5.0)
-    params[0].grad = torch.ones_like(params[0])
-    params[1].grad = torch.ones_like(params[1]).to_sparse()
-    with pytest.raises(RuntimeError, match="sparse gradients"):
-        optimizer.step()
-    params[1].grad = None
-    optimizer.step()
-    assert ((params[0].detach().float() - 5.0).abs() < 0.1).all()
 
 
 # --- parameters that came after the last step -------------------------------------------------------------------------
