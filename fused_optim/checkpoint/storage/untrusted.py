@@ -1,64 +1,26 @@
 """Reads what was written by somebody else: objects of torch.save, and JSON.
 
-Runs no code that they might hold. What is nested deeply, or says many times more than it has bytes, is not built.
+Runs no code that they might hold.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import pickle
 import re
 import zipfile
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import torch
 
 from fused_optim import rebuild as _rebuild  # noqa: F401  such files may hold quantized weights
 from fused_optim.checkpoint.storage.damage import Damaged
-from fused_optim.checkpoint.storage.pickles import Given, read_pickle
 
 _DEEPEST = 32  # JSON that is nested
 _LARGEST = (1 << 63) - 1
-
-
-class _Reserving(Given):
-    """A class that reserves as much memory as a number asks for. torch calls it, but writes no file that does."""
-
-    __slots__ = ()
-
-    def __new__(cls, *args: Any) -> Self:
-        if args and type(args[0]) is not str:  # the text of a bytearray
-            raise ValueError("it reserves memory that it does not fill")
-        return super().__new__(cls, *args)
-
-
-class _Calling(Given):
-    """``_rebuild_from_type_v2``, which calls its first argument."""
-
-    __slots__ = ()
-
-    def __new__(cls, *args: Any) -> Self:
-        if args and args[0] in (_Reserving, _Calling):
-            raise ValueError("it calls what no file of torch.save calls")
-        return super().__new__(cls, *args)
-
-
-class _StandIns(dict[tuple[str, str], Any]):
-    """Stand-ins for any name; torch refuses those that it does not admit. ``asked``: the names in the pickle."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: set[tuple[str, str]] = set()
-
-    def __missing__(self, key: tuple[str, str]) -> type[Given]:
-        self.asked.add(key)
-        module, name = key
-        of_torch = module.partition(".")[0] == "torch" and name.endswith(("Tensor", "Storage"))
-        if of_torch or key == ("builtins", "bytearray"):
-            return _Reserving
-        return _Calling if name == "_rebuild_from_type_v2" else Given
 
 
 class Refused(ValueError):
@@ -73,11 +35,19 @@ def load_object(file: Path | IO[bytes], what: str, admits_registered: bool = Tru
     what cannot be read.
     """
     try:
-        names = _check_archive(file)
+        if not zipfile.is_zipfile(file):
+            raise ValueError("it is no archive; files of torch.save before 1.6 have to be saved again")
+        with zipfile.ZipFile(file) as archive:
+            for member in archive.infolist():
+                if member.file_size > member.compress_size:  # it may hold a thousand times its size
+                    raise ValueError(f"{member.filename} in it is compressed, which torch.save does not do")
+                if not admits_registered and member.filename.endswith("/data.pkl"):
+                    content = io.BytesIO(archive.read(member))
+                    names = torch._weights_only_unpickler.get_globals_in_pkl(content)
+                    if others := names & _registered_by_others():
+                        raise Refused(f"{what} names {min(others)}, which other processes may not admit")
         if not isinstance(file, Path):
             file.seek(0)
-        if not admits_registered and (others := names & _registered_by_others()):
-            raise Refused(f"{what} names {min(others)}, which other processes may not admit")
         return torch.load(file, map_location="cpu", mmap=isinstance(file, Path), weights_only=True)
     except Refused:
         raise
@@ -101,25 +71,6 @@ def _registered_by_others() -> set[str]:
         if name.partition(".")[0] not in ("torch", "fused_optim"):
             names.add(name)
     return names.difference(torch._weights_only_unpickler._get_allowed_globals())
-
-
-def _check_archive(file: Path | IO[bytes]) -> set[str]:
-    """The names in its pickle. Raise ValueError for what takes more time or memory than its bytes do.
-
-    torch stores what it writes as it is; archives that are compressed may hold a thousand times their size.
-    """
-    if not zipfile.is_zipfile(file):
-        raise ValueError("it is no archive; files of torch.save before 1.6 have to be saved again")
-    with zipfile.ZipFile(file) as archive:
-        packed = next((member for member in archive.infolist() if member.file_size > member.compress_size), None)
-    if packed is not None:
-        raise ValueError(f"{packed.filename} in it is compressed, which torch.save does not do")
-    if not isinstance(file, Path):
-        file.seek(0)
-    reader = torch._C.PyTorchFileReader(str(file) if isinstance(file, Path) else file)
-    stand_ins = _StandIns()
-    read_pickle(reader.get_record("data.pkl"), stand_ins)
-    return {f"{module}.{name}" for module, name in stand_ins.asked}
 
 
 def load_json(content: bytes, what: str) -> dict[str, Any]:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fused_optim.checkpoint.storage.pickles import DEEPEST
 from fused_optim.checkpoint.storage.untrusted import load_object
+
+_DEEPEST = 50  # that states are nested: readers of nested values call themselves
 
 
 def saved(value: Any) -> bytes:
@@ -50,7 +51,7 @@ def _kind(value: Any) -> str:
 
 
 def _leaves(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    if depth > DEEPEST // 4:
+    if depth > _DEEPEST:
         raise ValueError(f"{path[:100]}...: it is nested too deep to be loaded again: expected {depth - 1} at most")
     if isinstance(value, dict):
         for key, item in value.items():
