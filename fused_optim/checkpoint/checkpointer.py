@@ -25,7 +25,6 @@ from fused_optim.checkpoint.saves import BackgroundSaves
 from fused_optim.checkpoint.storage.damage import Damaged, is_damage
 from fused_optim.checkpoint.storage.directory import CheckpointDirectory, ListedCheckpoint, have_rotated
 from fused_optim.checkpoint.storage.folders import LocalFolder, PathLike, folder_at
-from fused_optim.checkpoint.storage.garbage import without_collection
 from fused_optim.checkpoint.storage.retention import Retention
 from fused_optim.checkpoint.termination import EXIT_STATUS, Termination
 from fused_optim.checkpoint.writing.background import outcome, watched
@@ -237,9 +236,8 @@ class Checkpointer:
     def _start(self, step: int) -> None:
         staged: Future[dict[str, Any]] = Future()
         try:
-            with without_collection():
-                self._states.warn_of_masters()
-                staged = self._stager.stage(self._collect())
+            self._states.warn_of_masters()
+            staged = self._stager.stage(self._collect())
         except Exception as error:  # the other ranks have to know
             staged.set_exception(error)
         self._saves.append(watched(self._background.submit(self._thread, step, staged)))

@@ -26,7 +26,6 @@ from fused_optim.checkpoint.storage.checksums import verifying
 from fused_optim.checkpoint.storage.damage import Replaced
 from fused_optim.checkpoint.storage.directory import ListedCheckpoint
 from fused_optim.checkpoint.storage.folders import Folder
-from fused_optim.checkpoint.storage.garbage import without_collection
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.sharding.collective import distinct, on_all_ranks, this_rank, tied_names, world_size
 
@@ -101,8 +100,7 @@ class Loads:
                     raise Replaced(f"{folder} was replaced by a run that saves there before it was read: load again")
             described.set_result(source.metadata)
             try:
-                with without_collection():
-                    planned.set_result(self._plan(checkpoint, source, options))
+                planned.set_result(self._plan(checkpoint, source, options))
             except Exception as error:  # of which damage may be the reason
                 planned.set_exception(error)
         return planned
@@ -132,11 +130,10 @@ class Loads:
     def load(self, plan: LoadPlan) -> None:
         """Load the model, the optimizer and extras. If reading fails here, the model may be partly changed."""
         doing, group, optimizer = f"loading {plan.source.path}", self._group, plan.optimizer
-        with without_collection():
-            with on_all_ranks(doing, group=group):
-                set_model_state_dict(self._model, plan.model.load())
-            if optimizer is not None:
-                optimizer.load()
+        with on_all_ranks(doing, group=group):
+            set_model_state_dict(self._model, plan.model.load())
+        if optimizer is not None:
+            optimizer.load()
         with on_all_ranks(doing, group=group):
             for name, state in plan.extra.items():
                 self._extra[name].load_state_dict(state)

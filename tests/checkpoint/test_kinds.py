@@ -404,3 +404,16 @@ def stages(kind: str, folder: str) -> None:
 @pytest.mark.parametrize("kind", OURS)
 def test_stages(kind: str, tmp_path: Path) -> None:
     distributed.run(2, stages, kind, str(tmp_path))
+
+
+def test_saves_change_no_option(tmp_path: Path) -> None:
+    """Hooks of state dicts see the options that the user has set, during a save, too."""
+    layer = nn.Linear(4, 4)
+    optimizer = FusedAdamW(layer.parameters(), checkpoint_device="cpu")
+    optimizer.initialize_state()
+    seen = []
+    optimizer.register_state_dict_pre_hook(lambda each: seen.append((each.checkpoint_format, each.checkpoint_device)))
+    with Checkpointer(layer, optimizer, tmp_path) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.save(2)
+    assert seen == [("unscaled", "cpu")] * 2

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import pickle
 import re
 from collections import Counter
@@ -211,7 +212,7 @@ def _checked(found: Any, nbytes: int) -> Metadata:
         if (key, at) not in sizes:
             raise ValueError(f"{key}: a part at {tuple(at)} is stored, but not described")
         # Before anybody reserves memory for it. The smallest elements that there are take half a byte.
-        if sizes[key, at].numel() > 2 * info.length:
+        if math.prod([*sizes[key, at]]) > 2 * info.length:
             raise ValueError(f"{key}: {info.length} bytes of {path} cannot hold {tuple(sizes[key, at])}")
     found.storage_meta = None if vars(found).get("storage_meta") is None else StorageMeta()
     checked: Metadata = found

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fused_optim.checkpoint.storage.folders import Folder
-from fused_optim.checkpoint.storage.garbage import without_collection
 from fused_optim.checkpoint.storage.metadata import FILE
 from fused_optim.checkpoint.writing.archives import Archives
 from fused_optim.checkpoint.writing.planner import Planner, layout_of, size_of
@@ -77,8 +76,7 @@ class Saver:
             check_replicas(planner.state_dict, Planner.SAME, may_differ, self._group)
         agreed.is_compared = True
         with on_all_ranks(doing, group=self._group):
-            with without_collection():
-                plan = planner.finish_plan(agreed.plan)
+            plan = planner.finish_plan(agreed.plan)
             results = writer.write(plan, planner, agreed.files)
         moved = self._moved(agreed, results)
         with on_all_ranks(doing, group=self._group):
@@ -100,7 +98,7 @@ class Saver:
     def _planner_of(self, state: Mapping[str, Any], doing: str) -> tuple[Planner, dict[str, Any] | None]:
         """(a planner that knows the state, the state's layout)."""
         planner = Planner()
-        with on_all_ranks(doing, group=self._group), without_collection():
+        with on_all_ranks(doing, group=self._group):
             planner.set_up_planner(dict(state), StorageMeta(), this_rank() == 0)
             layout = layout_of(planner.state_dict)
         return planner, layout
@@ -108,12 +106,12 @@ class Saver:
     def _agree(self, planner: Planner, layout: dict[str, Any] | None, doing: str) -> _Agreed:
         shared = sorted(key for key in planner.state_dict if key.startswith(Planner.SAME))
         planner.alike = len(distinct(shared, self._group)) == 1
-        with on_all_ranks(doing, group=self._group), without_collection():
+        with on_all_ranks(doing, group=self._group):
             local_plan = planner.create_local_plan()
         plans = gather_at_first(local_plan, self._group)
         shares: list[tuple[SavePlan, RankFiles]] = []
         described = b""
-        with on_all_ranks(doing, group=self._group), without_collection():
+        with on_all_ranks(doing, group=self._group):
             if this_rank() == 0:
                 plans, metadata = planner.create_global_plan(plans)
                 total = sum(size_of(item) for plan in plans for item in plan.items)
