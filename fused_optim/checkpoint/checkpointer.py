@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import signal
 import weakref
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,6 @@ from fused_optim.checkpoint.storage.damage import Damaged, is_damage
 from fused_optim.checkpoint.storage.directory import CheckpointDirectory, ListedCheckpoint, have_rotated
 from fused_optim.checkpoint.storage.folders import LocalFolder, PathLike, folder_at
 from fused_optim.checkpoint.storage.retention import Retention
-from fused_optim.checkpoint.termination import EXIT_STATUS, Termination
 from fused_optim.checkpoint.writing.background import outcome, watched
 from fused_optim.checkpoint.writing.staging import PinnedStager
 from fused_optim.optimizer import ShardedOptimizer
@@ -41,6 +41,9 @@ from fused_optim.sharding.collective import (
     this_rank,
     world_size,
 )
+
+if TYPE_CHECKING:
+    from fused_optim.checkpoint.termination import Termination
 
 logger = logging.getLogger("fused_optim")
 
@@ -82,8 +85,8 @@ class Checkpointer:
         sigterm: SIGTERM, by which clusters announce that they take the machine away, lets the next :meth:`save` on all
             ranks save, wait for it and raise SystemExit(143). So call it after every step. Of several Checkpointers
             that save, the last one raises. Repeats of the signal are ignored for two minutes; then it ends the process.
-            Signals are Python's main thread's: in another one this does nothing.
-        readonly: only load; nothing in ``folder`` is changed, and SIGTERM is left alone.
+            Signals are Python's main thread's: in another one this does nothing. False: signals are left alone.
+        readonly: only load; nothing in ``folder`` is changed, and ``sigterm`` does nothing.
 
     What writing raises is raised by the next call of any method, as a RuntimeError on every rank; the checkpoints that
     are there stay, and the step can be saved again. A process that ends waits for its saves; where one has failed, and
@@ -104,7 +107,7 @@ class Checkpointer:
         every: int | None = None,
         format: CheckpointFormat = "native",
         progress: bool = False,
-        sigterm: bool = True,
+        sigterm: bool = False,
         readonly: bool = False,
         random_states: bool = False,
         keep_best: None = None,
@@ -137,15 +140,18 @@ class Checkpointer:
         with on_all_ranks(f"opening {place}", group=self._group):
             if this_rank() == 0:
                 self._directory.check_level()
-        self._termination = Termination() if sigterm and not readonly else None
+        self._termination: Termination | None = None
+        if sigterm and not readonly:
+            from fused_optim.checkpoint.termination import Termination
+
+            self._termination = Termination()
+            weakref.finalize(self, self._termination.close).atexit = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="Checkpointer")
         self._saves: deque[Future[str | None]] = deque()
         self._readonly, self._is_closed = readonly, False
         self._background = BackgroundSaves(self._directory, self._states, format, self._writing_group, progress)
         self._loads = Loads(model, optimizer, self._extra, self._states, self._group)
         self.report: CheckpointReport | None = None
-        if self._termination is not None:
-            weakref.finalize(self, self._termination.close).atexit = False
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -231,7 +237,7 @@ class Checkpointer:
         self.wait()
         assert self._termination is not None
         if self._termination.end():
-            raise SystemExit(EXIT_STATUS)
+            raise SystemExit(128 + signal.SIGTERM)
 
     def _start(self, step: int) -> None:
         staged: Future[dict[str, Any]] = Future()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -32,7 +33,11 @@ logger = logging.getLogger("fused_optim")
 # gone, are made in the order in which they were asked for. The first rank, which changes folders, waits; others for it.
 _ends: dict[str, threading.Event] = {}
 _asking = threading.Lock()
-os.register_at_fork(after_in_child=_ends.clear)  # a child has none of the threads that save
+
+
+@functools.cache
+def _register() -> None:
+    os.register_at_fork(after_in_child=_ends.clear)  # a child has none of the threads that save
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,8 @@ class BackgroundSaves:
         place, before, ended = self._directory.folder.place, None, threading.Event()
         if this_rank() == 0:
             with _asking:
+                if not _ends:
+                    _register()
                 before, _ends[place] = _ends.get(place), ended
         return Save(step, staged, before, ended)
 

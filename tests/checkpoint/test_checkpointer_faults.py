@@ -336,7 +336,7 @@ def save_forever(folder: str, form: str) -> tuple[Any, int, list[int]]:
     loss = Loss()
     every = 3 if form == "terminated" else None
     form = "native" if form == "terminated" else form
-    options = {"format": form, "keep": 2, "extra": {"loss": loss}, "every": every}
+    options = {"format": form, "keep": 2, "extra": {"loss": loss}, "every": every, "sigterm": True}
     step = 0
     try:
         with Checkpointer(model, optimizer, folder, **options) as checkpointer:
@@ -394,7 +394,7 @@ from fused_optim.checkpoint import Checkpointer, termination
 param = torch.nn.Parameter(torch.ones(8))
 model = torch.nn.ParameterList([param])
 optimizer = FusedAdam(model.parameters())
-with Checkpointer(model, optimizer, sys.argv[1], every=1000) as checkpointer:
+with Checkpointer(model, optimizer, sys.argv[1], every=1000, sigterm=True) as checkpointer:
     for step in range(1, 6):
         param.grad = torch.ones(8)
         optimizer.step()

@@ -542,7 +542,7 @@ if "ranks" in how:
 
 def made(name, **options):
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(8, 128)) for _ in range(20)])
-    return Checkpointer(model, FusedAdamW(model.parameters()), f"{folder}/{name}", **options)
+    return Checkpointer(model, FusedAdamW(model.parameters()), f"{folder}/{name}", **{"sigterm": True, **options})
 
 
 save = Saver.save

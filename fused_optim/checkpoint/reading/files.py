@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim.checkpoint.reading.source import Source, TensorInfo
 from fused_optim.checkpoint.storage.untrusted import load_json, load_object
-from fused_optim.optional import optional
-from fused_optim.sharding.model_files import INDEX_SUFFIX, SUFFIX, read_index
-from fused_optim.wire.safetensors import DTYPES, open_file
+from fused_optim.sharding.model_files import INDEX_SUFFIX, SUFFIX, open_safetensors, read_index
+from fused_optim.wire.safetensors import DTYPES
 
 OBJECTS = "fused_optim_objects"  # in the header of safetensors files: what is no tensor, as JSON
 
@@ -72,19 +71,13 @@ class SafetensorsFiles(Source):
     ranks = None
 
     def __init__(self, path: Path, files: list[Path]) -> None:
-        safetensors = optional("safetensors", f"reading {path}", "tools")
         self.path = path
         self._files: dict[str, Any] = {}
         self._objects: dict[str, Any] = {}
         self.entries = {}
         for file in files:
-            try:
-                open_file(file).close()  # safetensors would wait for a pipe's writer
-                opened: Any = safetensors.safe_open(file, framework="pt")
-                self._objects |= load_json((opened.metadata() or {}).get(OBJECTS, "{}").encode(), str(file))
-            except (safetensors.SafetensorError, ValueError) as error:
-                text = f"{file} cannot be read as safetensors ({error}); it is truncated or damaged"
-                raise ValueError(text) from error
+            opened = open_safetensors(file, f"reading {path}", "tools")
+            self._objects |= load_json((opened.metadata() or {}).get(OBJECTS, "{}").encode(), str(file))
             for key in opened.keys():  # noqa: SIM118
                 part = opened.get_slice(key)
                 self._files[key] = opened

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import sys
@@ -21,8 +22,17 @@ def watched(job: Future[str | None]) -> Future[str | None]:
 
     A process whose jobs failed without anybody asking for their :func:`outcome` ends with an error and status 1.
     """
+    _register()
     _untold[job] = None
     return job
+
+
+@functools.cache
+def _register() -> None:
+    """With the first save: other programs' ends are left alone."""
+    atexit.register(_tell)
+    threading._register_atexit(_drain)  # type: ignore[attr-defined]  # Python has no public way
+    os.register_at_fork(after_in_child=_untold.clear)
 
 
 def outcome(future: Future[str | None]) -> str | None:
@@ -55,8 +65,3 @@ def _tell() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # an error that is raised here would not change the status
-
-
-atexit.register(_tell)
-threading._register_atexit(_drain)  # type: ignore[attr-defined]  # Python has no public way
-os.register_at_fork(after_in_child=_untold.clear)

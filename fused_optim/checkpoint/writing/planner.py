@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from fused_optim.checkpoint.storage.nested import flat
 from fused_optim.checkpoint.writing.loadable import check_loadable
+from fused_optim.sharding.collective import shared_out
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor, placed_part_of
 
 _HEADER, _OBJECT = 2048, 1024  # bytes that torch writes beside those of a tensor, and for a small object, about
@@ -117,20 +118,18 @@ def _own_items(items: Iterable[WriteItem], tensors: Mapping[str, Any]) -> list[W
 
     Shards that others hold, too, are shared out by size, by a rule that all know.
     """
-    written, shared = [], []
+    written: list[WriteItem] = []
+    shared: dict[_Replicas, list[WriteItem]] = {}
     for item in items:
         replicas = _replicas(tensors.get(item.index.fqn))
         if replicas is None:
             written.append(item)
         else:
-            shared.append((item, replicas))
-    loads: dict[_Replicas, list[int]] = {}
-    for item, replicas in sorted(shared, key=lambda each: (-size_of(each[0]), each[0].index.fqn)):
-        load = loads.setdefault(replicas, [0] * replicas.count)
-        writer = load.index(min(load))
-        load[writer] += size_of(item)
-        if writer == replicas.own:
-            written.append(item)
+            shared.setdefault(replicas, []).append(item)
+    for replicas, held in shared.items():
+        held.sort(key=lambda item: item.index.fqn)
+        takers = shared_out(list(map(size_of, held)), replicas.count)
+        written += [item for item, taker in zip(held, takers, strict=True) if taker == replicas.own]
     return written
 
 

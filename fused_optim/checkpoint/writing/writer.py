@@ -7,7 +7,6 @@ the save: torch's own writer loses what its threads raise.
 from __future__ import annotations
 
 import errno
-import heapq
 import io
 import threading
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from fused_optim.checkpoint.storage.threads import threads
 from fused_optim.checkpoint.writing.archives import Archives
 from fused_optim.checkpoint.writing.planner import size_of
 from fused_optim.memory.host_memory import empty_host
+from fused_optim.sharding.collective import shared_out
 from fused_optim.state.values import LazyTensor, Values
 
 _FILE_BYTES = 1 << 24  # that make one more file worth while
@@ -69,7 +69,9 @@ class Writer:
         needed, free = sum(map(size_of, plan.items)), self._folder.free()
         if free is not None and needed > free:
             raise self._no_room(files, needed)
-        shares = _shares(plan.items, min(self._most_files, 1 + needed // _FILE_BYTES))
+        shares: list[list[WriteItem]] = [[] for _ in range(min(self._most_files, 1 + needed // _FILE_BYTES))]
+        for item, file in zip(plan.items, shared_out(list(map(size_of, plan.items)), len(shares)), strict=True):
+            shares[file].append(item)
         stop = threading.Event()
 
         def write(number: int) -> list[WriteResult]:
@@ -140,21 +142,6 @@ class _OfThread(threading.local):
         out = self._memory[:nbytes].view(values.dtype).view(values.shape)
         values.read_into(out)
         return out
-
-
-def _shares(items: Sequence[WriteItem], files: int) -> list[list[WriteItem]]:
-    """The items of each file, about the same number of bytes: the largest first, each to the file that has least.
-
-    Within a file, items keep their order.
-    """
-    shares: list[list[int]] = [[] for _ in range(files)]
-    least = [(0, i) for i in range(files)]
-    sizes = list(map(size_of, items))
-    for number in sorted(range(len(items)), key=sizes.__getitem__, reverse=True):
-        size, i = heapq.heappop(least)
-        shares[i].append(number)
-        heapq.heappush(least, (size + sizes[number], i))
-    return [[items[number] for number in sorted(share)] for share in shares]
 
 
 class _Stream:
