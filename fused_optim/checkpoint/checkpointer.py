@@ -18,17 +18,13 @@ import torch.distributed as dist
 from torch import nn
 
 from fused_optim.checkpoint.collect import Collector, check_ours
-from fused_optim.checkpoint.extras import Stateful, check_extra
-from fused_optim.checkpoint.loads import CheckpointReport, LoadPlan, Loads
-from fused_optim.checkpoint.random_states import RANDOM_STATES, RandomStates
-from fused_optim.checkpoint.reading.naming import LoadOptions, Rename
-from fused_optim.checkpoint.saves import BackgroundSaves
-from fused_optim.checkpoint.storage.damage import Damaged, is_damage
-from fused_optim.checkpoint.storage.directory import CheckpointDirectory, ListedCheckpoint, have_rotated
-from fused_optim.checkpoint.storage.folders import LocalFolder, PathLike, folder_at
-from fused_optim.checkpoint.storage.retention import Retention
-from fused_optim.checkpoint.writing.background import outcome, watched
-from fused_optim.checkpoint.writing.staging import PinnedStager
+from fused_optim.checkpoint.commit import CheckpointReport, LoadPlan, Loads
+from fused_optim.checkpoint.extras import RANDOM_STATES, RandomStates, Stateful, check_extra
+from fused_optim.checkpoint.folders import Damaged, LocalFolder, PathLike, folder_at, is_damage
+from fused_optim.checkpoint.plan import LoadOptions, Rename
+from fused_optim.checkpoint.publish import CheckpointDirectory, ListedCheckpoint, Retention, have_rotated
+from fused_optim.checkpoint.saves import BackgroundSaves, outcome
+from fused_optim.checkpoint.stage import PinnedStager
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import whole_number
 from fused_optim.options.reading import CheckpointFormat
@@ -246,7 +242,7 @@ class Checkpointer:
             staged = self._stager.stage(self._collect())
         except Exception as error:  # the other ranks have to know
             staged.set_exception(error)
-        self._saves.append(watched(self._background.submit(self._thread, step, staged)))
+        self._saves.append(self._background.submit(self._thread, step, staged))
 
     def _collect(self) -> dict[str, Any]:
         extra = {name: value.state_dict() for name, value in self._extra.items()}

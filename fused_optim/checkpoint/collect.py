@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from fused_optim.checkpoint.reading.contents import ENTRIES
+from fused_optim.checkpoint.plan import ENTRIES
 from fused_optim.decorators import callers_level
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import check_belongs, check_order, check_whole

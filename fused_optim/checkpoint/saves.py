@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
 import os
 import sys
 import threading
 import time
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, thread, wait  # noqa: F401  the pools register first: the last one is called first
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,14 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fused_optim.checkpoint import extras
+from fused_optim.checkpoint import extras, publish, verify
+from fused_optim.checkpoint.archives import check_loadable
 from fused_optim.checkpoint.collect import Collector
-from fused_optim.checkpoint.storage import checksums, manifest
-from fused_optim.checkpoint.storage.directory import CheckpointDirectory
-from fused_optim.checkpoint.storage.manifest import Manifest
-from fused_optim.checkpoint.writing.loadable import check_loadable
-from fused_optim.checkpoint.writing.saver import Saver
-from fused_optim.checkpoint.writing.writer import Written
+from fused_optim.checkpoint.lock import release_all
+from fused_optim.checkpoint.publish import CheckpointDirectory, Manifest
+from fused_optim.checkpoint.write import Saver, Written
 from fused_optim.options.reading import CheckpointFormat
 from fused_optim.sharding.collective import gather, on_all_ranks, this_rank, world_size
 
@@ -33,11 +32,6 @@ logger = logging.getLogger("fused_optim")
 # gone, are made in the order in which they were asked for. The first rank, which changes folders, waits; others for it.
 _ends: dict[str, threading.Event] = {}
 _asking = threading.Lock()
-
-
-@functools.cache
-def _register() -> None:
-    os.register_at_fork(after_in_child=_ends.clear)  # a child has none of the threads that save
 
 
 @dataclass(frozen=True)
@@ -74,10 +68,10 @@ class BackgroundSaves:
         self._ranks = world_size()
 
     def submit(self, pool: Executor, step: int, staged: Future[dict[str, Any]]) -> Future[str | None]:
-        """Queue a save behind those requested earlier; the future holds the result of :meth:`run`."""
+        """Queue a save behind those requested earlier. The future (:func:`watched`) has what :meth:`run` returns."""
         save = self._in_line(step, staged)
         try:
-            return pool.submit(self.run, save)
+            return watched(pool.submit(self.run, save))
         except BaseException:  # the system has no thread left
             save.ended.set()
             raise
@@ -90,8 +84,6 @@ class BackgroundSaves:
         place, before, ended = self._directory.folder.place, None, threading.Event()
         if this_rank() == 0:
             with _asking:
-                if not _ends:
-                    _register()
                 before, _ends[place] = _ends.get(place), ended
         return Save(step, staged, before, ended)
 
@@ -192,7 +184,7 @@ class BackgroundSaves:
         draft = self._directory.draft(save.step, attempt)
         sizes = {name: size for of_rank in written for name, size in of_rank.sizes.items()}
         sums = {range_: crc for of_rank in written for range_, crc in of_rank.checksums.items()}
-        sizes |= checksums.write_file(draft, sums)
+        sizes |= verify.write_file(draft, sums)
         saved = Manifest(
             step=save.step,
             number=0,  # the folder gives it
@@ -200,9 +192,71 @@ class BackgroundSaves:
             form=self._form,
             formats=self._states.formats(),
             files=dict(sorted(sizes.items())),
-            checksums=manifest.crc_of_checksums(draft),
+            checksums=publish.crc_of_checksums(draft),
             extra=owners,
             versions={"torch": torch.__version__},
             optimizer=self._states.kind,
         )
         self._directory.finish(save.step, attempt, saved)
+
+
+# --- the end of the process waits for saves, and tells failures that nobody has asked for ----------------------------
+
+
+_untold: dict[Future[str | None], None] = {}  # jobs whose outcome nobody has asked for
+
+
+def watched(job: Future[str | None]) -> Future[str | None]:
+    """Register a job, which returns None or an error message. The end of the process waits for it.
+
+    A process whose jobs failed without anybody asking for their :func:`outcome` ends with an error and status 1.
+    """
+    _register()
+    _untold[job] = None
+    return job
+
+
+@functools.cache
+def _register() -> None:
+    """With the first save: other programs' ends are left alone."""
+    atexit.register(_tell)
+    threading._register_atexit(_drain)  # type: ignore[attr-defined]  # Python has no public way
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+    """A child that was forked has none of the threads that save."""
+    _untold.clear()
+    _ends.clear()
+
+
+def outcome(future: Future[str | None]) -> str | None:
+    """Wait for a job. Returns its error message, or None."""
+    try:
+        return future.result()
+    finally:
+        _untold.pop(future, None)
+
+
+def _drain() -> None:
+    """Wait for all jobs before ``concurrent.futures`` closes its pools, which they use."""
+    wait(list(_untold))
+    release_all()
+
+
+def _tell() -> None:
+    """Report failures nobody has asked for, at the end of the process, when all threads have ended."""
+    failures = []
+    for future in list(_untold):
+        try:
+            failures.append(outcome(future))
+        except BaseException as error:
+            failures.append(f"{type(error).__name__}: {error}")
+    if failures := [text for text in failures if text is not None]:
+        for text in failures:
+            logger.error("%s", text)
+            print(f"fused_optim: {text}", file=sys.stderr)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # an error that is raised here would not change the status

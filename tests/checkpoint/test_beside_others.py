@@ -18,9 +18,9 @@ from torch.distributed.fsdp import fully_shard
 import distributed
 from fused_optim import FusedAdamW, load_optimizer_checkpoint
 from fused_optim.checkpoint import Checkpointer
-from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
-from fused_optim.checkpoint.reading.load import Loader
-from fused_optim.checkpoint.reading.model import ModelLoader
+from fused_optim.checkpoint.load import Loader
+from fused_optim.checkpoint.open import DcpFolder
+from fused_optim.checkpoint.plan import ModelLoader
 from fused_optim.checkpoint.saves import BackgroundSaves, Save
 
 

@@ -28,10 +28,9 @@ import distributed
 import fresh
 from checkpoint_cases import kill_one_rank, wait_for
 from distributed import Workers
-from fused_optim.checkpoint import Checkpointer
-from fused_optim.checkpoint.storage import lock
-from fused_optim.checkpoint.storage.folders import LocalFolder
-from fused_optim.checkpoint.storage.manifest import FILE as MANIFEST
+from fused_optim.checkpoint import Checkpointer, lock
+from fused_optim.checkpoint.folders import LocalFolder
+from fused_optim.checkpoint.publish import MANIFEST
 from killed_cases import Loss, check_newest, sharded, step_sharded
 from native_cases import build, train, trained
 

@@ -19,13 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fused_optim.checkpoint.reading.contents import find_contents
-from fused_optim.checkpoint.reading.naming import Naming
-from fused_optim.checkpoint.reading.opening import open_checked
-from fused_optim.checkpoint.storage import checksums, lock, manifest
-from fused_optim.checkpoint.storage.folders import folder_at
-from fused_optim.checkpoint.storage.untrusted import load_json, load_object
-from fused_optim.checkpoint.writing.loadable import check_loadable
+from fused_optim.checkpoint import lock
+from fused_optim.checkpoint import publish as manifest
+from fused_optim.checkpoint import verify as checksums
+from fused_optim.checkpoint.archives import check_loadable
+from fused_optim.checkpoint.folders import folder_at
+from fused_optim.checkpoint.metadata import load_json, load_object
+from fused_optim.checkpoint.open import open_checked
+from fused_optim.checkpoint.plan import Naming, find_contents
 
 
 class Sized:
@@ -167,7 +168,7 @@ def saved_bytes(value: Any) -> bytes:
 def test_json_of_others(content: str, message: str, tmp_path: Path) -> None:
     """Each is damage, of the file that is named."""
     folder = folder_at(tmp_path)
-    for name, read in ((manifest.FILE, manifest.read), (checksums.FILE, checksums._read)):
+    for name, read in ((manifest.MANIFEST, manifest.read_manifest), (checksums.FILE, checksums._read)):
         (tmp_path / name).write_bytes(content.encode(errors="surrogatepass"))
         with pytest.raises(ValueError, match=rf"{name}.*{message}") as raised:
             read(folder)
@@ -239,7 +240,7 @@ def test_folders_inside_may_not_lead_out(saved: Path, tmp_path: Path) -> None:
         read_all(saved)
 
 
-@pytest.mark.parametrize("name", [manifest.FILE, lock.FILE])
+@pytest.mark.parametrize("name", [manifest.MANIFEST, lock.FILE])
 def test_pipes_are_not_waited_for(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
     with pytest.raises(ValueError, match="expected a file, found something else"):

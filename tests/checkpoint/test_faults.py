@@ -37,9 +37,10 @@ from fused_optim import (
     write_checksums,
 )
 from fused_optim.__main__ import main
-from fused_optim.checkpoint.storage import checksums, folders
-from fused_optim.checkpoint.storage.folders import folder_at
-from fused_optim.checkpoint.storage.metadata import read_metadata
+from fused_optim.checkpoint import folders
+from fused_optim.checkpoint import verify as checksums
+from fused_optim.checkpoint.folders import folder_at
+from fused_optim.checkpoint.metadata import read_metadata
 from fused_optim.sharding.dtensor import local_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.save in one process

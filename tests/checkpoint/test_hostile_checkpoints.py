@@ -36,10 +36,10 @@ from fused_optim import (
     verify_checksums,
     write_checksums,
 )
-from fused_optim.checkpoint.reading.opening import open_checked
-from fused_optim.checkpoint.storage import manifest
-from fused_optim.checkpoint.storage.folders import folder_at
-from fused_optim.checkpoint.storage.metadata import read_metadata
+from fused_optim.checkpoint import publish as manifest
+from fused_optim.checkpoint.folders import folder_at
+from fused_optim.checkpoint.metadata import read_metadata
+from fused_optim.checkpoint.open import open_checked
 from fused_optim.quantized import load_quantized_safetensors, save_quantized_safetensors
 from fused_optim.sharding.model_files import INDEX, SINGLE, numbered_files
 from native_cases import build, trained
@@ -333,20 +333,20 @@ def test_hostile_manifests_are_refused(change: dict[str, Any], message: str, che
     folder = folder_at(checkpoint)
     sums, files = (
         manifest.crc_of_checksums(folder),
-        {name: size for name, size in folder.sizes().items() if name != manifest.FILE},
+        {name: size for name, size in folder.sizes().items() if name != manifest.MANIFEST},
     )
     found = manifest.Manifest(1, 1, 1, None, {}, files, sums)
-    manifest.write(folder, found)
-    assert manifest.read(folder) == found
-    content = json.loads((checkpoint / manifest.FILE).read_text()) | change
+    manifest.write_manifest(folder, found)
+    assert manifest.read_manifest(folder) == found
+    content = json.loads((checkpoint / manifest.MANIFEST).read_text()) | change
     del content["crc"]
     content["crc"] = f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
-    (checkpoint / manifest.FILE).write_text(json.dumps(content))
+    (checkpoint / manifest.MANIFEST).write_text(json.dumps(content))
     with pytest.raises(ValueError, match=message):
-        manifest.read(folder)
-    (checkpoint / manifest.FILE).write_text("[" * 100_000)
+        manifest.read_manifest(folder)
+    (checkpoint / manifest.MANIFEST).write_text("[" * 100_000)
     with pytest.raises(ValueError, match="cannot be read"):
-        manifest.read(folder)
+        manifest.read_manifest(folder)
 
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "folder/other.safetensors"])

@@ -36,10 +36,11 @@ import distributed
 import fresh
 from checkpoint_cases import wait_for
 from fused_optim import FusedAdamW, load_optimizer_checkpoint, verify_checksums
-from fused_optim.checkpoint import Checkpointer, extras
-from fused_optim.checkpoint.storage import checksums, lock, manifest, metadata
-from fused_optim.checkpoint.storage.folders import LocalFolder, RemoteFolder, folder_at
-from fused_optim.checkpoint.storage.manifest import FILE as MANIFEST
+from fused_optim.checkpoint import Checkpointer, extras, lock, metadata
+from fused_optim.checkpoint import publish as manifest
+from fused_optim.checkpoint import verify as checksums
+from fused_optim.checkpoint.folders import LocalFolder, RemoteFolder, folder_at
+from fused_optim.checkpoint.publish import MANIFEST
 from fused_optim.tools.inspector import inspect_checkpoint
 from native_cases import build, train, trained
 
@@ -194,7 +195,7 @@ def newer_torch(folder: Path) -> None:
     del found["crc"], found["version"]
     place = LocalFolder(folder)
     found |= {"files": place.sizes(), "checksums": manifest.crc_of_checksums(place)}
-    manifest.write(place, manifest.Manifest(**found))
+    manifest.write_manifest(place, manifest.Manifest(**found))
 
 
 @pytest.mark.parametrize("change, match", [(newer_manifest, "update fused_optim"), (newer_torch, "by a newer torch")])
@@ -533,7 +534,7 @@ import torch
 import torch.distributed as dist
 from fused_optim import FusedAdamW, load_optimizer_checkpoint, verify_checksums
 from fused_optim.checkpoint import Checkpointer, extras
-from fused_optim.checkpoint.writing.saver import Saver
+from fused_optim.checkpoint.write import Saver
 
 folder, how = sys.argv[1:]
 if "ranks" in how:

@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 
 import cases
 from fused_optim.checkpoint import Checkpointer
-from fused_optim.checkpoint.storage import manifest
-from fused_optim.checkpoint.storage.directory import ListedCheckpoint
-from fused_optim.checkpoint.storage.folders import LocalFolder, folder_at
-from fused_optim.checkpoint.storage.manifest import Manifest
-from fused_optim.checkpoint.storage.retention import Retention
+from fused_optim.checkpoint import publish as manifest
+from fused_optim.checkpoint.folders import LocalFolder, folder_at
+from fused_optim.checkpoint.publish import ListedCheckpoint, Manifest, Retention
 from native_cases import trained
 
 
@@ -66,9 +64,9 @@ def test_checkpoints_of_earlier_versions(folder: Any) -> None:
     save(checkpointer, [1])
     place = folder_at(checkpointer.path(1))
     checkpointer.close()
-    content = json.loads(place.read(manifest.FILE)) | {"metrics": {"loss": 0.5}}
+    content = json.loads(place.read(manifest.MANIFEST)) | {"metrics": {"loss": 0.5}}
     del content["crc"]
-    place.write(manifest.FILE, json.dumps(content | {"crc": manifest._crc(content)}).encode())
+    place.write(manifest.MANIFEST, json.dumps(content | {"crc": manifest._crc(content)}).encode())
     place.write("fused_optim_pinned", b"")
     checkpointer = opened(folder, keep=1)
     assert checkpointer.load_latest() == 1

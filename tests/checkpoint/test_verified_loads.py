@@ -21,12 +21,11 @@ import cases
 import distributed
 from fused_optim import FusedAdamW
 from fused_optim.checkpoint import Checkpointer
-from fused_optim.checkpoint.reading.load import Loader
-from fused_optim.checkpoint.reading.reader import Reader
-from fused_optim.checkpoint.storage import checksums
-from fused_optim.checkpoint.storage.checksums import FILE
-from fused_optim.checkpoint.storage.folders import _KeptOpen
-from fused_optim.checkpoint.storage.threads import threads_to_read
+from fused_optim.checkpoint import verify as checksums
+from fused_optim.checkpoint.folders import _KeptOpen, threads_to_read
+from fused_optim.checkpoint.load import Loader
+from fused_optim.checkpoint.read import Reader
+from fused_optim.checkpoint.verify import FILE
 from killed_cases import Loss, sharded, step_sharded
 from native_cases import build, stored, train, trained
 

@@ -14,10 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_optim.checkpoint.reading.buffers import buffer_beside, buffer_for, native_buffer_for
-from fused_optim.checkpoint.reading.contents import (
+from fused_optim.checkpoint.folders import Folder, PathLike, Replaced, folder_at
+from fused_optim.checkpoint.open import (
+    DcpFolder,
+    Source,
+    assembled,
+    buffer_beside,
+    buffer_for,
+    native_buffer_for,
+    open_source,
+    setting_after,
+)
+from fused_optim.checkpoint.plan import (
     AMSGRAD,
     Contents,
+    Differences,
+    LoadOptions,
+    Naming,
+    Rename,
     common_settings,
     find_contents,
     nested,
@@ -27,14 +41,7 @@ from fused_optim.checkpoint.reading.contents import (
     read_steps,
     sort_contents,
 )
-from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
-from fused_optim.checkpoint.reading.naming import Differences, LoadOptions, Naming, Rename
-from fused_optim.checkpoint.reading.opening import open_source
-from fused_optim.checkpoint.reading.source import Source
-from fused_optim.checkpoint.storage.checksums import verify_items
-from fused_optim.checkpoint.storage.damage import Replaced
-from fused_optim.checkpoint.storage.folders import Folder, PathLike, folder_at
-from fused_optim.checkpoint.storage.nested import assembled, setting_after
+from fused_optim.checkpoint.verify import verify_items
 from fused_optim.memory.layout import MASTER, STEP
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import check_order, check_whole, describe, some_of

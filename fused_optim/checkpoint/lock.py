@@ -19,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fused_optim.checkpoint.storage.folders import Folder
-from fused_optim.checkpoint.storage.untrusted import load_json
+from fused_optim.checkpoint.folders import Folder
+from fused_optim.checkpoint.metadata import load_json
 
 logger = logging.getLogger("fused_optim")
 

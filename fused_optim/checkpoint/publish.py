@@ -6,17 +6,21 @@ folder of its own, ``step-00000100.1f3a9c20``, which is a checkpoint once it has
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import PurePath
+from typing import Any, Protocol
 
-from fused_optim.checkpoint.storage import lock, manifest, metadata
-from fused_optim.checkpoint.storage.damage import is_damage
-from fused_optim.checkpoint.storage.folders import TEMPORARY, Folder
-from fused_optim.checkpoint.storage.manifest import Manifest
-from fused_optim.checkpoint.storage.metadata import CHECKPOINT
-from fused_optim.checkpoint.storage.retention import Retention
+from fused_optim.checkpoint import lock, metadata, verify
+from fused_optim.checkpoint.folders import TEMPORARY, Damaged, Folder, is_damage
+from fused_optim.checkpoint.metadata import CHECKPOINT, load_json, number_in
+from fused_optim.options.checks import whole_number
+from fused_optim.rules import ADAM
 
 logger = logging.getLogger("fused_optim")
 
@@ -45,7 +49,7 @@ class CheckpointDirectory:
 
     def check_level(self) -> None:
         """Raise ValueError for the folder of a checkpoint, in which no other ones are looked for, nor saved."""
-        if self.folder.size(metadata.FILE) is not None or self.folder.size(manifest.FILE) is not None:
+        if self.folder.size(metadata.FILE) is not None or self.folder.size(MANIFEST) is not None:
             hint = "load_optimizer_checkpoint reads it"
             if match := CHECKPOINT.fullmatch(self.folder.name):
                 hint = f"open the folder above it, where load({int(match[1])}) reads it"
@@ -87,7 +91,7 @@ class CheckpointDirectory:
             return None
         step, place = int(match[1]), self.folder.child(name)
         try:
-            saved = self._manifests.get(name) or manifest.read(place)
+            saved = self._manifests.get(name) or read_manifest(place)
         except FileNotFoundError:
             return self._without_manifest(name, step, is_attempt=match[2] is not None)
         except ValueError as error:
@@ -107,12 +111,12 @@ class CheckpointDirectory:
         None for an unfinished attempt on object stores.
         """
         place = self.folder.child(name)
-        if is_attempt or place.size(manifest.UNFINISHED) is not None:
+        if is_attempt or place.size(UNFINISHED) is not None:
             return None
         if place.size(metadata.FILE) is not None:
             return ListedCheckpoint(name, step)
         return ListedCheckpoint(
-            name, step, problem=f"{place} has neither {manifest.FILE} nor {metadata.FILE}: it is not whole"
+            name, step, problem=f"{place} has neither {MANIFEST} nor {metadata.FILE}: it is not whole"
         )
 
     def folder_of(self, checkpoint: ListedCheckpoint) -> Folder:
@@ -122,7 +126,7 @@ class CheckpointDirectory:
     def check_whole(self, checkpoint: ListedCheckpoint) -> None:
         """Raise Damaged if files are missing or torn, as far as can be told without reading tensors' bytes."""
         if checkpoint.manifest is not None:
-            manifest.check_whole(self.folder_of(checkpoint), checkpoint.manifest)
+            check_whole(self.folder_of(checkpoint), checkpoint.manifest)
 
     # --- writing ------------------------------------------------------------------------------------------------
 
@@ -163,14 +167,14 @@ class CheckpointDirectory:
         is another run's meanwhile.
         """
         draft = self.draft(step, attempt)
-        manifest.check_files(draft, saved.files)
+        check_sizes(draft, saved.files)
         earlier = self._own()
         newest = max((known.number for known in self._manifests.values()), default=0)  # listings may be late
         saved = replace(saved, number=newest + 1)
         self._check_owner()
-        manifest.write(draft, saved)
+        write_manifest(draft, saved)
         draft.sync()
-        manifest.read(draft)
+        read_manifest(draft)
         name = draft.name
         if self.folder.is_local:
             self._check_owner()
@@ -203,7 +207,7 @@ class CheckpointDirectory:
         drafts = [name for name in self.folder.names() if self._is_draft(name)]
         for name in drafts:
             try:
-                manifest.check_whole(place := self.folder.child(name), manifest.read(place))
+                check_whole(place := self.folder.child(name), read_manifest(place))
             except (OSError, ValueError) as error:
                 if not is_damage(error):
                     raise
@@ -218,9 +222,9 @@ class CheckpointDirectory:
         if name.startswith(_UNFINISHED):
             return CHECKPOINT.fullmatch(name.removeprefix(_UNFINISHED)) is not None
         place, match = self.folder.child(name), CHECKPOINT.fullmatch(name)
-        if self.folder.is_local or match is None or place.size(manifest.FILE) is not None:
+        if self.folder.is_local or match is None or place.size(MANIFEST) is not None:
             return False
-        return match[2] is not None or place.size(manifest.UNFINISHED) is not None
+        return match[2] is not None or place.size(UNFINISHED) is not None
 
     def _prune(self, newest_first: list[ListedCheckpoint]) -> None:
         """Remove checkpoints that need not stay, and earlier attempts at steps that do. Others' and torn ones stay.
@@ -244,9 +248,9 @@ class CheckpointDirectory:
                 self.folder.remove(_DELETED + name)
         else:
             place = self.folder.child(name)
-            if "." not in name and place.size(manifest.FILE) is not None:
-                place.write(manifest.UNFINISHED, b"")  # without its manifest it would look like one of dcp.save
-            place.remove(manifest.FILE)
+            if "." not in name and place.size(MANIFEST) is not None:
+                place.write(UNFINISHED, b"")  # without its manifest it would look like one of dcp.save
+            place.remove(MANIFEST)
             self.folder.remove(name)
         self._manifests.pop(name, None)
 
@@ -275,3 +279,150 @@ def have_rotated(earlier: Sequence[ListedCheckpoint], now: Sequence[ListedCheckp
         {(c.name, 0 if c.manifest is None else c.manifest.number) for c in listing} for listing in (earlier, now)
     )
     return bool(before - after) and bool(after - before)
+
+
+# --- the manifest: written last, so that a checkpoint that has one is whole ------------------------------------------
+
+
+MANIFEST = "fused_optim_checkpoint.json"
+UNFINISHED = "fused_optim_unfinished"  # of 0.2 on object stores: there as long as a checkpoint had no manifest
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``number``: checkpoints of a folder are numbered in the order in which they were written."""
+
+    step: int
+    number: int
+    world_size: int
+    form: str | None  # "native" or "unscaled"; None: of another optimizer, which earlier versions saved
+    formats: dict[str, list[str]]  # of the moments
+    files: dict[str, int]  # bytes of every file but this one
+    checksums: str  # the CRC-32 of the file of checksums
+    extra: dict[str, list[int]] = field(default_factory=dict)  # name -> by rank, whose state is the rank's
+    versions: dict[str, str] = field(default_factory=dict)
+    optimizer: str | None = None  # its kind, see ``collect.check_kind``; None: see :attr:`kind`
+
+    @property
+    def kind(self) -> str | None:
+        """The kind of optimizer; None: unknown. Earlier versions named none, and only a FusedAdam had a form then."""
+        return ADAM.name if self.optimizer is None and self.form is not None else self.optimizer
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.files.values())
+
+
+def write_manifest(folder: Folder, manifest: Manifest) -> None:
+    content = {"version": VERSION, **asdict(manifest)}
+    if manifest.optimizer in (None, ADAM.name):  # releases before 0.3 know nothing of it
+        del content["optimizer"]
+    folder.write(MANIFEST, json.dumps({**content, "crc": _crc_of(content)}, indent=1).encode())
+
+
+def crc_of_checksums(folder: Folder) -> str:
+    return f"{zlib.crc32(folder.read(verify.FILE)):08x}"
+
+
+def read_manifest(folder: Folder) -> Manifest:
+    """The manifest of a checkpoint; no other file is read.
+
+    Raises FileNotFoundError if there is none, Damaged if it is torn, ValueError if it is of a newer version, OSError.
+    """
+    content = load_json(folder.read(MANIFEST), f"{folder}/{MANIFEST}")
+    version, crc = number_in(content, "version", f"{folder}/{MANIFEST}"), content.pop("crc", None)
+    torn = crc != _crc_of(content)
+    del content["version"]
+    content.pop("metrics", None)  # of earlier versions
+    if version > VERSION:
+        raise ValueError(f"{folder}: expected version {VERSION} at most, found {version}: update fused_optim")
+    if torn:
+        raise Damaged(f"{folder}/{MANIFEST} is damaged: its checksum differs")
+    return _manifest(folder, content)
+
+
+def published(folder: Folder) -> bytes | None:
+    """The manifest's bytes, which tell a checkpoint from another one published in its place;
+
+    None without a manifest.
+    """
+    with suppress(FileNotFoundError):
+        return folder.read(MANIFEST)
+    return None
+
+
+def check_sizes(folder: Folder, files: Mapping[str, int]) -> None:
+    """Raise Damaged where a file is missing or has another length."""
+    sizes = folder.sizes()
+    for name, expected in files.items():
+        size = sizes.get(name)
+        if size != expected:
+            size = folder.size(name)  # listings of object stores may be late
+        if size != expected:
+            raise Damaged(f"{folder}/{name}: expected {expected} bytes, found {'none' if size is None else size}")
+
+
+def check_whole(folder: Folder, manifest: Manifest) -> None:
+    """Raise Damaged where files are not those of the manifest, as far as can be told without reading tensors' bytes."""
+    check_sizes(folder, manifest.files)
+    if crc_of_checksums(folder) != manifest.checksums:
+        raise Damaged(f"{folder}/{verify.FILE} is damaged: its checksum differs")
+
+
+def _manifest(folder: Folder, content: dict[str, Any]) -> Manifest:
+    """Raises Damaged for one that is not as :func:`write_manifest` writes it, or names files of other folders."""
+    try:
+        manifest = Manifest(**content)
+        numbers = [manifest.step, manifest.number, manifest.world_size, *manifest.files.values()]
+        numbers += [rank for ranks in manifest.extra.values() for rank in ranks]
+        outside = next((name for name in manifest.files if name != PurePath(name).name), None)
+    except (TypeError, AttributeError, ValueError) as error:
+        raise Damaged(f"{folder}/{MANIFEST} is damaged: {error}") from error
+    if not isinstance(manifest.optimizer, str | None):
+        raise Damaged(f"{folder}/{MANIFEST} is damaged: expected the name of an optimizer")
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise Damaged(f"{folder}/{MANIFEST} is damaged: expected numbers of at least 0")
+    if outside is not None:
+        raise Damaged(f"{folder}/{MANIFEST} is damaged: {outside!r} is outside of its folder")
+    return manifest
+
+
+def _crc_of(content: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
+
+
+# --- which checkpoints stay ------------------------------------------------------------------------------------------
+
+
+class Written(Protocol):
+    """A checkpoint in the folder."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def step(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Keeps the ``newest`` checkpoints, and every step that is a multiple of ``every``."""
+
+    newest: int | None = 3  # None: all
+    every: int | None = None
+
+    @classmethod
+    def checked(cls, keep: int | None, keep_every: int | None) -> Retention:
+        """Raises TypeError or ValueError unless both are None or whole numbers of at least 1."""
+        given = ("keep", keep), ("keep_every", keep_every)
+        return cls(*(None if number is None else whole_number(name, number, 1) for name, number in given))
+
+    def keeps(self, newest_first: Sequence[Written]) -> set[str]:
+        """The names of the checkpoints that stay. Of several attempts at a step, only the newest can."""
+        latest: dict[int, Written] = {}
+        for each in newest_first:
+            latest.setdefault(each.step, each)
+        listed = list(latest.values())
+        kept = [each for each in listed if self.every is not None and each.step % self.every == 0]
+        return {each.name for each in (*listed[: self.newest], *kept)}

@@ -25,10 +25,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from fused_optim.checkpoint.storage.folders import Folder, kept_open
-from fused_optim.checkpoint.storage.metadata import check_files, range_of
-from fused_optim.checkpoint.storage.threads import done_by, threads_to_read
-from fused_optim.checkpoint.storage.untrusted import load_object
+from fused_optim.checkpoint.folders import Folder, done_by, kept_open, threads_to_read
+from fused_optim.checkpoint.metadata import check_files, load_object, range_of
 from fused_optim.memory.host_memory import HostBuffers, memory_of
 
 _PIECE = 1 << 24  # bytes that one thread reads at a time

@@ -12,13 +12,14 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 from fused_optim.backends.checksum import crc32, crc32_of_file
-from fused_optim.checkpoint.storage.damage import Damaged
 
 logger = logging.getLogger("fused_optim")
 
@@ -440,3 +441,63 @@ class RemoteFolder:
 
     def free(self) -> int | None:
         return None
+
+
+# --- errors of checkpoints that are not whole ------------------------------------------------------------------------
+
+
+class Damaged(ValueError):
+    """Something that a checkpoint should hold is missing, torn or changed. Another checkpoint may be whole."""
+
+
+class Replaced(Damaged):
+    """Another checkpoint was published in its place while it was read."""
+
+
+def is_damage(error: BaseException) -> bool:
+    """True if a checkpoint is not whole; False if it cannot be opened now, or is newer than the code."""
+    return isinstance(error, Damaged | FileNotFoundError | EOFError)
+
+
+# --- threads that read and write files -------------------------------------------------------------------------------
+
+
+_WRITING = 8  # training goes on meanwhile
+_READING = 16
+
+Result = TypeVar("Result")
+
+
+def threads() -> int:
+    """The number of threads that write, by the cores that this process may use."""
+    return min(_WRITING, len(os.sched_getaffinity(0)))
+
+
+def threads_to_read() -> int:
+    """The number of threads that read and compute checksums; more than write, since nothing else runs meanwhile."""
+    return min(_READING, len(os.sched_getaffinity(0)))
+
+
+def done_by(pool: ThreadPoolExecutor, do: Callable[[T], Result], jobs: Iterable[T]) -> list[Result]:
+    """``pool.map``, without a future for each of thousands of jobs. After what raises, no other job begins."""
+    waiting = deque(enumerate(jobs))
+    results: dict[int, Result] = {}
+
+    def work() -> None:
+        while waiting:
+            try:
+                number, job = waiting.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                results[number] = do(job)
+            except BaseException:
+                waiting.clear()
+                raise
+
+    try:
+        for worker in [pool.submit(work) for _ in range(min(threads_to_read(), len(waiting)))]:
+            worker.result()
+    finally:  # Ctrl+C comes here
+        waiting.clear()
+    return [results[number] for number in range(len(results))]

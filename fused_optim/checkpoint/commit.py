@@ -17,15 +17,13 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from fused_optim.checkpoint import extras
 from fused_optim.checkpoint.collect import Collector, check_kind
 from fused_optim.checkpoint.extras import Stateful
-from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
-from fused_optim.checkpoint.reading.load import Loader, LoadReport, prepare
-from fused_optim.checkpoint.reading.model import ModelLoader, flat_names
-from fused_optim.checkpoint.reading.naming import Differences, LoadOptions
-from fused_optim.checkpoint.storage import checksums, manifest
-from fused_optim.checkpoint.storage.checksums import verifying
-from fused_optim.checkpoint.storage.damage import Replaced
-from fused_optim.checkpoint.storage.directory import ListedCheckpoint
-from fused_optim.checkpoint.storage.folders import Folder
+from fused_optim.checkpoint.folders import Folder, Replaced
+from fused_optim.checkpoint.load import Loader, LoadReport, prepare
+from fused_optim.checkpoint.open import DcpFolder
+from fused_optim.checkpoint.plan import Differences, LoadOptions, ModelLoader, flat_names
+from fused_optim.checkpoint.publish import ListedCheckpoint, read_manifest
+from fused_optim.checkpoint.verify import FILE as CHECKSUMS
+from fused_optim.checkpoint.verify import verifying
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.sharding.collective import distinct, on_all_ranks, this_rank, tied_names, world_size
 
@@ -93,10 +91,10 @@ class Loads:
         with verifying(folder, None, required, metadata=described) if verify else nullcontext():
             with on_all_ranks(f"opening {folder}", group=self._group):
                 source = DcpFolder(folder)
-                if verify and not required and this_rank() == 0 and folder.size(checksums.FILE) is None:
+                if verify and not required and this_rank() == 0 and folder.size(CHECKSUMS) is None:
                     kind = "as a save of torch's own, or a copy that lacks files"
                     logger.warning("%s has no manifest or checksums, %s: its bytes are not verified", folder, kind)
-                if checkpoint.manifest is not None and manifest.read(folder) != checkpoint.manifest:
+                if checkpoint.manifest is not None and read_manifest(folder) != checkpoint.manifest:
                     raise Replaced(f"{folder} was replaced by a run that saves there before it was read: load again")
             described.set_result(source.metadata)
             try:

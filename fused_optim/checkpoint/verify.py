@@ -18,12 +18,18 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from fused_optim.checkpoint.storage.damage import Damaged
-from fused_optim.checkpoint.storage.folders import Folder, LocalFolder, PathLike, folder_at, kept_open
-from fused_optim.checkpoint.storage.metadata import FILE as METADATA
-from fused_optim.checkpoint.storage.metadata import inner_path, read_metadata, unfinished
-from fused_optim.checkpoint.storage.threads import done_by, threads_to_read
-from fused_optim.checkpoint.storage.untrusted import load_json, number_in
+from fused_optim.checkpoint.folders import (
+    Damaged,
+    Folder,
+    LocalFolder,
+    PathLike,
+    done_by,
+    folder_at,
+    kept_open,
+    threads_to_read,
+)
+from fused_optim.checkpoint.metadata import FILE as METADATA
+from fused_optim.checkpoint.metadata import inner_path, load_json, number_in, read_metadata, unfinished
 from fused_optim.sharding.collective import (
     gather,
     gather_at_first,
