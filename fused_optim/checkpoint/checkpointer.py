@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from fused_optim.checkpoint.commit import CheckpointReport, LoadPlan, Loads
 from fused_optim.checkpoint.extras import RANDOM_STATES, RandomStates, Stateful, check_extra
 from fused_optim.checkpoint.folders import Damaged, LocalFolder, PathLike, folder_at, is_damage
 from fused_optim.checkpoint.plan import LoadOptions, Rename
-from fused_optim.checkpoint.publish import CheckpointDirectory, ListedCheckpoint, Retention, have_rotated
+from fused_optim.checkpoint.publish import CheckpointDirectory, ListedCheckpoint, have_rotated
 from fused_optim.checkpoint.saves import BackgroundSaves, outcome
 from fused_optim.checkpoint.stage import PinnedStager
 from fused_optim.optimizer import ShardedOptimizer
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fused_optim")
 
-_REMOVED = "copy a checkpoint that is to stay to another folder, or use keep_every"
 _UNDER_WAY = 2  # saves: one is written, another one copied
 _writers: weakref.WeakValueDictionary[str, Checkpointer] = weakref.WeakValueDictionary()  # by place, of this process
 
@@ -106,12 +105,10 @@ class Checkpointer:
         sigterm: bool = False,
         readonly: bool = False,
         random_states: bool = False,
-        keep_best: None = None,
     ) -> None:
         check_ours(model, optimizer)
-        if keep_best is not None:
-            raise TypeError(f"keep_best was removed: {_REMOVED}")
-        retention = Retention.checked(keep, keep_every)
+        kept = ("keep", keep), ("keep_every", keep_every)
+        keep, keep_every = (None if count is None else whole_number(name, count, 1) for name, count in kept)
         if format not in ("native", "unscaled"):
             raise ValueError(f"format: expected 'native' or 'unscaled', got {format!r}")
         self._extra = check_extra(extra or {})
@@ -126,13 +123,13 @@ class Checkpointer:
         place = folder_at(folder)
         if isinstance(place, LocalFolder):  # which stays where it is meant, wherever the process goes
             place = LocalFolder(place.path.absolute())
-        self._directory = CheckpointDirectory(place, retention)
+        self._directory = CheckpointDirectory(place, keep, keep_every)
         self._stager = PinnedStager(optimizer)
         # Of their own: the thread that writes makes collectives while this one and training make others.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._writing_group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        options = {"every": every, "keep": retention, "format": format, "sigterm": sigterm, "readonly": readonly}
-        check_alike("Checkpointer", options, self._group)
+        options = {"every": every, "keep": (keep, keep_every), "format": format, "sigterm": sigterm}
+        check_alike("Checkpointer", {**options, "readonly": readonly}, self._group)
         with on_all_ranks(f"opening {place}", group=self._group):
             if this_rank() == 0:
                 self._directory.check_level()
@@ -169,7 +166,7 @@ class Checkpointer:
 
         return self._thread.submit(plan)
 
-    def save(self, step: int, *, force: bool = False, metrics: None = None) -> None:
+    def save(self, step: int, *, force: bool = False) -> None:
         """Start to save what there is after ``step`` steps, unless ``every`` says otherwise; ``force``: even then.
 
         Returns at once; if two saves are under way, when the first of them is done. What is saved is what there is now,
@@ -181,24 +178,7 @@ class Checkpointer:
         save where SIGTERM came. TypeError or ValueError for what is no step; ValueError where another Checkpointer of
         this process saves in the same folder.
         """
-        if metrics is not None:
-            raise TypeError(f"metrics were removed with keep_best: {_REMOVED}")
         step = whole_number("step", step, 0)
-        self._claim()
-        due = force or self._every is None or step % self._every == 0
-        if not due and self._termination is None:
-            return
-        ending, failures = self._agree(step)
-        if due or ending:
-            while len(self._saves) >= _UNDER_WAY:
-                failures += self._finish_oldest()
-            self._start(step)
-        if ending:
-            self._end(failures)
-        elif failures:
-            raise RuntimeError("; ".join(failures))
-
-    def _claim(self) -> None:
         if self._readonly:
             raise ValueError(f"{self._directory.folder} was opened with readonly=True: nothing is saved there")
         if self._is_closed:
@@ -206,6 +186,29 @@ class Checkpointer:
         writer = _writers.setdefault(self._directory.folder.place, self)
         if writer is not self:
             raise ValueError(f"another Checkpointer saves in {self._directory.folder}: give each a folder of its own")
+        due = force or self._every is None or step % self._every == 0
+        if not due and self._termination is None:
+            return
+        ending, failures = self._agree(step)
+        if due or ending:
+            while len(self._saves) >= _UNDER_WAY:
+                failures += self._finish_oldest()
+            staged: Future[dict[str, Any]] = Future()
+            try:
+                self._states.warn_of_masters()
+                staged = self._stager.stage(self._collect())
+            except Exception as error:  # the other ranks have to know
+                staged.set_exception(error)
+            self._saves.append(self._background.submit(self._thread, step, staged))
+        if ending:
+            for failure in failures:
+                logger.error("%s", failure)
+            self.wait()
+            assert self._termination is not None
+            if self._termination.end():  # no other Checkpointer is to make its last save
+                raise SystemExit(128 + signal.SIGTERM)
+        elif failures:
+            raise RuntimeError("; ".join(failures))
 
     def _agree(self, step: int) -> tuple[bool, list[str]]:
         """(True if some rank was asked to end, failures of the saves that have ended on all ranks).
@@ -225,24 +228,6 @@ class Checkpointer:
         if asked and self._termination is not None:
             self._termination.note()
         return asked, [failure for _ in range(ended) for failure in self._finish_oldest()]
-
-    def _end(self, earlier: list[str]) -> None:
-        """The last save is under way. Raises SystemExit once no other Checkpointer is to make its own."""
-        for failure in earlier:
-            logger.error("%s", failure)
-        self.wait()
-        assert self._termination is not None
-        if self._termination.end():
-            raise SystemExit(128 + signal.SIGTERM)
-
-    def _start(self, step: int) -> None:
-        staged: Future[dict[str, Any]] = Future()
-        try:
-            self._states.warn_of_masters()
-            staged = self._stager.stage(self._collect())
-        except Exception as error:  # the other ranks have to know
-            staged.set_exception(error)
-        self._saves.append(self._background.submit(self._thread, step, staged))
 
     def _collect(self) -> dict[str, Any]:
         extra = {name: value.state_dict() for name, value in self._extra.items()}
@@ -294,14 +279,6 @@ class Checkpointer:
             if checkpoint.step == step:
                 return checkpoint
         raise FileNotFoundError(f"{self._directory.folder} has no whole checkpoint of step {step}")
-
-    def pin(self, step: int) -> NoReturn:
-        """Raise TypeError: this method was removed."""
-        raise TypeError(f"pin was removed: {_REMOVED}")
-
-    def unpin(self, step: int) -> NoReturn:
-        """Raise TypeError: this method was removed."""
-        raise TypeError(f"unpin was removed: remove the folder path({step}), which stays until then")
 
     def load_latest(
         self,

@@ -1,7 +1,8 @@
 """Reads what others wrote without running code that it might hold: ``.metadata``, objects of torch.save, and JSON.
 
-It may name the classes that torch's own writers put into it, and nothing else; what it says is then checked against the
-classes' fields and its own size. A file from elsewhere can make a load fail, but it runs no code.
+``.metadata`` of torch.distributed.checkpoint is a pickle. It may name the classes that torch's own writers put into it,
+and nothing else; what it says is then checked against the classes' fields and its own size. A file from elsewhere can
+make a load fail, or take long, but it runs no code.
 
 A newer torch may say more than is known here: name a class, or give an object a field. The bytes may then mean
 something else, so the error says that a newer torch wrote them, not that they are damaged. Unknown fields pass where

@@ -489,11 +489,11 @@ class ModelLoader:
         for name in names if saved else ():
             if name != saved[0]:
                 self._current.pop(name, None)
-        return [name for name in saved if self._has_states(name)][1:]
-
-    def _has_states(self, name: str) -> bool:
-        first = tuple(f"{_STATES}{key.removeprefix(_PREFIX)}." for key in self._keys[name])
-        return any(key.startswith(first) for key in self._source.entries)
+        with_states = []
+        for name in saved:
+            first = tuple(f"{_STATES}{key.removeprefix(_PREFIX)}." for key in self._keys[name])
+            with_states += [name] if any(key.startswith(first) for key in self._source.entries) else []
+        return with_states[1:]
 
     def _misfit(self, name: str) -> str:
         if self._is_whole(name):
@@ -521,7 +521,11 @@ class ModelLoader:
         self._source.load(wanted)
         for name in self._fitting:
             value = assembled({place: wanted[key] for key, place in self._keys[name].items()})
-            _put(self.state, self._places[name], value)
+            *outer, last = self._places[name]
+            state: Any = self.state
+            for step in outer:
+                state = state[_own_key(state, step)]
+            state[_own_key(state, last)] = value
         return self.state
 
     def _target(self, name: str, key: str) -> Tensor | None:
@@ -536,13 +540,6 @@ class ModelLoader:
     def _is_whole(self, name: str) -> bool:
         """True for an extra state without shards, which may be of any structure."""
         return _is_extra(name) and not isinstance(self._current[name], DTensor)
-
-
-def _put(state: Any, place: Place, value: Any) -> None:
-    *outer, last = place
-    for step in outer:
-        state = state[_own_key(state, step)]
-    state[_own_key(state, last)] = value
 
 
 def _own_key(state: Any, step: str | int) -> Any:

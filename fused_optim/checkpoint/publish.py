@@ -14,18 +14,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePath
-from typing import Any, Protocol
+from typing import Any
 
 from fused_optim.checkpoint import lock, metadata, verify
 from fused_optim.checkpoint.folders import TEMPORARY, Damaged, Folder, is_damage
 from fused_optim.checkpoint.metadata import CHECKPOINT, load_json, number_in
-from fused_optim.options.checks import whole_number
 from fused_optim.rules import ADAM
 
 logger = logging.getLogger("fused_optim")
 
 _UNFINISHED, _DELETED = ".unfinished-", ".deleted-"
-_PINNED = "fused_optim_pinned"  # a file of earlier versions: its checkpoint stays as long as it is there
 
 
 @dataclass(frozen=True)
@@ -41,9 +39,9 @@ class ListedCheckpoint:
 class CheckpointDirectory:
     """A run's folder of checkpoints. Only one rank changes it; all of them read."""
 
-    def __init__(self, folder: Folder, retention: Retention) -> None:
+    def __init__(self, folder: Folder, keep: int | None, keep_every: int | None) -> None:
         self.folder = folder
-        self._retention = retention
+        self._keep, self._keep_every = keep, keep_every
         self._manifests: dict[str, Manifest] = {}  # by name, of the rank that alone changes them
         self._lock: lock.Lock | None = None  # from the first save on, of that rank
 
@@ -70,21 +68,6 @@ class CheckpointDirectory:
                 newest[checkpoint.step] = checkpoint
         return _sorted(newest.values())
 
-    def _own(self) -> list[ListedCheckpoint]:
-        """All attempts with readable manifests, the newest first. Known manifests are not read again.
-
-        Checkpoints that cannot be read prevent no save, and stay.
-        """
-        attempts = []
-        for name in self.folder.names():
-            try:
-                attempt = self._listed(name)
-            except (OSError, ValueError) as error:
-                logger.warning("left as it is: %s", error)
-            else:
-                attempts += [attempt] if attempt is not None and attempt.manifest is not None else []
-        return _sorted(attempts)
-
     def _listed(self, name: str) -> ListedCheckpoint | None:
         match = CHECKPOINT.fullmatch(name)
         if match is None:
@@ -93,7 +76,11 @@ class CheckpointDirectory:
         try:
             saved = self._manifests.get(name) or read_manifest(place)
         except FileNotFoundError:
-            return self._without_manifest(name, step, is_attempt=match[2] is not None)
+            if match[2] is not None or place.size(UNFINISHED) is not None:  # an unfinished attempt on object stores
+                return None
+            lacks = f"{place} has neither {MANIFEST} nor {metadata.FILE}: it is not whole"
+            found = place.size(metadata.FILE) is not None  # of ``dcp.save`` or ``convert``
+            return ListedCheckpoint(name, step, problem=None if found else lacks)
         except ValueError as error:
             if is_damage(error):
                 return ListedCheckpoint(name, step, problem=str(error))
@@ -104,20 +91,6 @@ class CheckpointDirectory:
             )
         self._manifests[name] = saved
         return ListedCheckpoint(name, step, saved)
-
-    def _without_manifest(self, name: str, step: int, is_attempt: bool) -> ListedCheckpoint | None:
-        """A checkpoint of ``dcp.save`` or ``convert`` under this name;
-
-        None for an unfinished attempt on object stores.
-        """
-        place = self.folder.child(name)
-        if is_attempt or place.size(UNFINISHED) is not None:
-            return None
-        if place.size(metadata.FILE) is not None:
-            return ListedCheckpoint(name, step)
-        return ListedCheckpoint(
-            name, step, problem=f"{place} has neither {MANIFEST} nor {metadata.FILE}: it is not whole"
-        )
 
     def folder_of(self, checkpoint: ListedCheckpoint) -> Folder:
         """The checkpoint's folder."""
@@ -133,7 +106,7 @@ class CheckpointDirectory:
     def draft(self, step: int, attempt: str) -> Folder:
         """The folder that an attempt to save a step is written to."""
         prefix = _UNFINISHED if self.folder.is_local else ""
-        return self.folder.child(f"{prefix}{_name(step)}.{attempt}")
+        return self.folder.child(f"{prefix}step-{step:08d}.{attempt}")
 
     def begin(self, step: int) -> str:
         """Make room for a draft. Returns the attempt's name.
@@ -168,7 +141,14 @@ class CheckpointDirectory:
         """
         draft = self.draft(step, attempt)
         check_sizes(draft, saved.files)
-        earlier = self._own()
+        earlier = []  # those that cannot be read prevent no save, and stay; known manifests are not read again
+        for name in self.folder.names():
+            try:
+                listed = self._listed(name)
+            except (OSError, ValueError) as error:
+                logger.warning("left as it is: %s", error)
+            else:
+                earlier += [listed] if listed is not None and listed.manifest is not None else []
         newest = max((known.number for known in self._manifests.values()), default=0)  # listings may be late
         saved = replace(saved, number=newest + 1)
         self._check_owner()
@@ -180,7 +160,7 @@ class CheckpointDirectory:
             self._check_owner()
             name = self._publish(draft.name)
         self._manifests[name] = saved
-        self._prune([ListedCheckpoint(name, step, saved), *(other for other in earlier if other.name != name)])
+        self._prune([ListedCheckpoint(name, step, saved), *(other for other in _sorted(earlier) if other.name != name)])
 
     def _publish(self, name: str) -> str:
         """Rename a draft, and return its name now. An earlier checkpoint of the step is removed only then."""
@@ -231,10 +211,16 @@ class CheckpointDirectory:
 
         A checkpoint is renamed first, so that it disappears at once, and then deleted.
         """
-        kept = self._retention.keeps(newest_first)
+        latest: dict[int, str] = {}  # of several attempts at a step only the newest can stay
+        for checkpoint in newest_first:
+            latest.setdefault(checkpoint.step, checkpoint.name)
+        steps = [*latest]
+        kept = {latest[step] for step in steps[: self._keep]}
+        if self._keep_every is not None:
+            kept |= {latest[step] for step in steps if step % self._keep_every == 0}
         for checkpoint in newest_first:
             try:
-                if checkpoint.name not in kept and self.folder_of(checkpoint).size(_PINNED) is None:
+                if checkpoint.name not in kept:
                     self._check_owner()
                     self._remove(checkpoint.name)
             except (OSError, ValueError) as error:
@@ -256,21 +242,16 @@ class CheckpointDirectory:
 
 
 def _sorted(checkpoints: Iterable[ListedCheckpoint]) -> list[ListedCheckpoint]:
-    """The checkpoints, the newest first."""
+    """The checkpoints, the newest first. One without a manifest is as old as its neighbours by step."""
     listed = list(checkpoints)
-    return sorted(listed, key=lambda checkpoint: _age(checkpoint, listed), reverse=True)
 
+    def age(checkpoint: ListedCheckpoint) -> tuple[int, int]:
+        if checkpoint.manifest is not None:
+            return checkpoint.manifest.number, 0
+        before = (o.manifest.number for o in listed if o.manifest is not None and o.step <= checkpoint.step)
+        return max(before, default=0), checkpoint.step + 1
 
-def _age(checkpoint: ListedCheckpoint, others: Iterable[ListedCheckpoint]) -> tuple[int, int]:
-    """A number that grows with the time of writing. Without a manifest it is that of the neighbours by step."""
-    if checkpoint.manifest is not None:
-        return checkpoint.manifest.number, 0
-    before = (o.manifest.number for o in others if o.manifest is not None and o.step <= checkpoint.step)
-    return max(before, default=0), checkpoint.step + 1
-
-
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
+    return sorted(listed, key=age, reverse=True)
 
 
 def have_rotated(earlier: Sequence[ListedCheckpoint], now: Sequence[ListedCheckpoint]) -> bool:
@@ -334,7 +315,6 @@ def read_manifest(folder: Folder) -> Manifest:
     version, crc = number_in(content, "version", f"{folder}/{MANIFEST}"), content.pop("crc", None)
     torn = crc != _crc_of(content)
     del content["version"]
-    content.pop("metrics", None)  # of earlier versions
     if version > VERSION:
         raise ValueError(f"{folder}: expected version {VERSION} at most, found {version}: update fused_optim")
     if torn:
@@ -390,39 +370,3 @@ def _manifest(folder: Folder, content: dict[str, Any]) -> Manifest:
 
 def _crc_of(content: dict[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
-
-
-# --- which checkpoints stay ------------------------------------------------------------------------------------------
-
-
-class Written(Protocol):
-    """A checkpoint in the folder."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def step(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class Retention:
-    """Keeps the ``newest`` checkpoints, and every step that is a multiple of ``every``."""
-
-    newest: int | None = 3  # None: all
-    every: int | None = None
-
-    @classmethod
-    def checked(cls, keep: int | None, keep_every: int | None) -> Retention:
-        """Raises TypeError or ValueError unless both are None or whole numbers of at least 1."""
-        given = ("keep", keep), ("keep_every", keep_every)
-        return cls(*(None if number is None else whole_number(name, number, 1) for name, number in given))
-
-    def keeps(self, newest_first: Sequence[Written]) -> set[str]:
-        """The names of the checkpoints that stay. Of several attempts at a step, only the newest can."""
-        latest: dict[int, Written] = {}
-        for each in newest_first:
-            latest.setdefault(each.step, each)
-        listed = list(latest.values())
-        kept = [each for each in listed if self.every is not None and each.step % self.every == 0]
-        return {each.name for each in (*listed[: self.newest], *kept)}

@@ -11,7 +11,6 @@ import threading
 import time
 from concurrent.futures import Executor, Future, thread, wait  # noqa: F401  the pools register first: the last one is called first
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from fused_optim.checkpoint.archives import check_loadable
 from fused_optim.checkpoint.collect import Collector
 from fused_optim.checkpoint.lock import release_all
 from fused_optim.checkpoint.publish import CheckpointDirectory, Manifest
-from fused_optim.checkpoint.write import Saver, Written
+from fused_optim.checkpoint.write import Saver
 from fused_optim.options.reading import CheckpointFormat
 from fused_optim.sharding.collective import gather, on_all_ranks, this_rank, world_size
 
@@ -32,20 +31,6 @@ logger = logging.getLogger("fused_optim")
 # gone, are made in the order in which they were asked for. The first rank, which changes folders, waits; others for it.
 _ends: dict[str, threading.Event] = {}
 _asking = threading.Lock()
-
-
-@dataclass(frozen=True)
-class Save:
-    """A requested save. ``staged``: the copy of the state.
-
-    ``before``: set when the save requested before it has ended.
-    """
-
-    step: int
-    staged: Future[dict[str, Any]]
-    before: threading.Event | None
-    ended: threading.Event
-    started: float = field(default_factory=time.perf_counter)
 
 
 class BackgroundSaves:
@@ -68,24 +53,38 @@ class BackgroundSaves:
         self._ranks = world_size()
 
     def submit(self, pool: Executor, step: int, staged: Future[dict[str, Any]]) -> Future[str | None]:
-        """Queue a save behind those requested earlier. The future (:func:`watched`) has what :meth:`run` returns."""
-        save = self._in_line(step, staged)
-        try:
-            return watched(pool.submit(self.run, save))
-        except BaseException:  # the system has no thread left
-            save.ended.set()
-            raise
+        """Queue a save behind those requested earlier. The future (:func:`watched`) has None or the error message.
 
-    def _in_line(self, step: int, staged: Future[dict[str, Any]]) -> Save:
-        """A save that waits for the one requested before it.
-
-        Run it, or set its ``ended``: the next one waits for that.
+        ``staged``: the copy of the state. A failure on one rank is a failure on every rank.
         """
-        place, before, ended = self._directory.folder.place, None, threading.Event()
+        place, before, ended, started = self._directory.folder.place, None, threading.Event(), time.perf_counter()
         if this_rank() == 0:
             with _asking:
                 before, _ends[place] = _ends.get(place), ended
-        return Save(step, staged, before, ended)
+
+        def save() -> str | None:
+            if before is not None:
+                before.wait()
+            doing = f"saving step {step} to {self._directory.folder}"
+            try:
+                nbytes = self._save(step, staged, doing)
+            except (Exception, CheckpointException) as error:
+                failure = f"{doing} failed: {str(error).removeprefix(f'{doing}: ')}"
+                logger.error("%s", failure, exc_info=True)
+                return failure
+            finally:
+                ended.set()
+            if self._progress and this_rank() == 0:
+                seconds, gigabytes = time.perf_counter() - started, nbytes / 1e9
+                text = f"saved {gigabytes:.2f} GB in {seconds:.1f} s, {gigabytes / seconds:.2f} GB/s"
+                print(f"step {step}: {text}", file=sys.stderr, flush=True)
+            return None
+
+        try:
+            return watched(pool.submit(save))
+        except BaseException:  # the system has no thread left
+            ended.set()
+            raise
 
     def release(self) -> None:
         """Let other runs have the folder once this process's pending saves there have ended."""
@@ -94,32 +93,6 @@ class BackgroundSaves:
         if last is not None:
             last.wait()
         self._directory.release()
-
-    def run(self, save: Save) -> str | None:
-        """Make the save. Returns None or the error message; a failure on one rank is a failure on every rank."""
-        if save.before is not None:
-            save.before.wait()
-        try:
-            return self._run(save)
-        finally:
-            save.ended.set()
-
-    def _run(self, save: Save) -> str | None:
-        doing = f"saving step {save.step} to {self._directory.folder}"
-        try:
-            nbytes = self._write(save, doing)
-        except (Exception, CheckpointException) as error:
-            failure = f"{doing} failed: {str(error).removeprefix(f'{doing}: ')}"
-            logger.error("%s", failure, exc_info=True)
-            return failure
-        if self._progress and this_rank() == 0:
-            seconds = time.perf_counter() - save.started
-            print(
-                f"step {save.step}: saved {nbytes / 1e9:.2f} GB in {seconds:.1f} s, {nbytes / 1e9 / seconds:.2f} GB/s",
-                file=sys.stderr,
-                flush=True,
-            )
-        return None
 
     def plan(self, outline: dict[str, Any], doing: str) -> None:
         """Do in advance what the first save would begin with. Errors are only logged: the save will raise them."""
@@ -140,64 +113,51 @@ class BackgroundSaves:
         state.update(extras.own_entries(packed, owners, this_rank()))
         return owners
 
-    def _write(self, save: Save, doing: str) -> int:
-        attempt = self._begin(save.step, doing)
+    def _save(self, step: int, staged: Future[dict[str, Any]], doing: str) -> int:
+        """Write a draft and publish it. Returns its bytes."""
+        group, directory, attempt = self._group, self._directory, ""
+        self._check_ranks()
+        with on_all_ranks(doing, group=group):
+            if this_rank() == 0:
+                attempt = directory.begin(step)
+        attempt = gather(attempt, group=group)[0]
         try:
-            written = self._write_draft(save, attempt, doing)
+            with on_all_ranks(doing, group=group):
+                state = staged.result()
+            owners = self._add_extras(state, doing)
+            draft = directory.draft(step, attempt)
+            written = self._saver.save(state, draft, doing, may_differ=self._states.buffers)
+            sizes = {name: size for of_rank in written for name, size in of_rank.sizes.items()}
+            with on_all_ranks(doing, group=group):
+                self._check_ranks()
+                if this_rank() == 0:
+                    sums = {range_: crc for of_rank in written for range_, crc in of_rank.checksums.items()}
+                    sizes |= verify.write_file(draft, sums)
+                    saved = Manifest(
+                        step=step,
+                        number=0,  # the folder gives it
+                        world_size=world_size(),
+                        form=self._form,
+                        formats=self._states.formats(),
+                        files=dict(sorted(sizes.items())),
+                        checksums=publish.crc_of_checksums(draft),
+                        extra=owners,
+                        versions={"torch": torch.__version__},
+                        optimizer=self._states.kind,
+                    )
+                    directory.finish(step, attempt, saved)
         except (Exception, CheckpointException):
             if this_rank() == 0:
                 with suppress(OSError):
-                    self._directory.discard(save.step, attempt)
+                    directory.discard(step, attempt)
             raise
-        return sum(size for of_rank in written for size in of_rank.sizes.values())
-
-    def _begin(self, step: int, doing: str) -> str:
-        """The attempt's name, the same on all ranks."""
-        self._check_ranks()
-        attempt = ""
-        with on_all_ranks(doing, group=self._group):
-            if this_rank() == 0:
-                attempt = self._directory.begin(step)
-        return gather(attempt, group=self._group)[0]
-
-    def _write_draft(self, save: Save, attempt: str, doing: str) -> list[Written]:
-        group = self._group
-        with on_all_ranks(doing, group=group):
-            state = save.staged.result()
-        owners = self._add_extras(state, doing)
-        draft = self._directory.draft(save.step, attempt)
-        written = self._saver.save(state, draft, doing, may_differ=self._states.buffers)
-        with on_all_ranks(doing, group=group):
-            if this_rank() == 0:
-                self._publish(save, attempt, written, owners)
-        return written
+        return sum(sizes.values())
 
     def _check_ranks(self) -> None:
         """Raise RuntimeError where the ranks cannot talk any more: each would take itself for the only one."""
         if world_size() != self._ranks:
             hint = "call wait() or close() before destroy_process_group()"
             raise RuntimeError(f"the process group of {self._ranks} ranks was destroyed before the save ended: {hint}")
-
-    def _publish(self, save: Save, attempt: str, written: list[Written], owners: dict[str, list[int]]) -> None:
-        self._check_ranks()
-        assert len(written) == self._ranks
-        draft = self._directory.draft(save.step, attempt)
-        sizes = {name: size for of_rank in written for name, size in of_rank.sizes.items()}
-        sums = {range_: crc for of_rank in written for range_, crc in of_rank.checksums.items()}
-        sizes |= verify.write_file(draft, sums)
-        saved = Manifest(
-            step=save.step,
-            number=0,  # the folder gives it
-            world_size=world_size(),
-            form=self._form,
-            formats=self._states.formats(),
-            files=dict(sorted(sizes.items())),
-            checksums=publish.crc_of_checksums(draft),
-            extra=owners,
-            versions={"torch": torch.__version__},
-            optimizer=self._states.kind,
-        )
-        self._directory.finish(save.step, attempt, saved)
 
 
 # --- the end of the process waits for saves, and tells failures that nobody has asked for ----------------------------

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from fused_optim.adapters import adapter_of
-from fused_optim.checkpoint.export import Entry, write_folder, write_safetensors
 from fused_optim.checkpoint.folders import PathLike
 from fused_optim.checkpoint.open import TensorInfo, open_checked
 from fused_optim.checkpoint.plan import NOT_SETTINGS, read_steps
@@ -33,6 +32,7 @@ from fused_optim.state.groups import DESCRIPTION, KEYED_BY_NAMES, saved_group
 from fused_optim.state.state_dict import Options, converted
 from fused_optim.state.torch_form import torch_group, torch_states, without_adamws_keys
 from fused_optim.tools.encoding import Encoded, Form, Place, forget, known_format
+from fused_optim.tools.entries import Entry, write_folder, write_safetensors
 from fused_optim.tools.names import LAYOUTS, STORED_MASTERS, Layout
 from fused_optim.tools.progress import progress
 from fused_optim.tools.saved_optimizer import SavedOptimizer, SavedState, read_optimizer

@@ -648,7 +648,7 @@ def destroy_before_the_end(folder: str, when: str) -> str:
     optimizer = FusedAdamW(model.parameters())
     checkpointer = Checkpointer(model, optimizer, folder, sigterm=False)
     reached, go = Path(folder) / "reached", threading.Event()
-    method = {"at first": "_begin", "in the middle": "_write_draft"}[when]
+    method = {"at first": "_save", "in the middle": "_add_extras"}[when]
     saves = checkpointer._background
     own = getattr(saves, method)
 

@@ -118,8 +118,8 @@ def test_a_run_that_was_silent_changes_nothing(when: str, folder: Folder, monkey
         return do(*args, **kwargs)
 
     if when == "between saves":
-        do: Any = BackgroundSaves._begin
-        monkeypatch.setattr(BackgroundSaves, "_begin", stopped)
+        do: Any = BackgroundSaves._save
+        monkeypatch.setattr(BackgroundSaves, "_save", stopped)
     elif when == "while it writes":
         do = checksums.write_file
         monkeypatch.setattr(checksums, "write_file", stopped)
