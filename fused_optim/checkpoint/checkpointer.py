@@ -8,8 +8,9 @@ import logging
 import signal
 import weakref
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,21 @@ logger = logging.getLogger("fused_optim")
 
 _UNDER_WAY = 2  # saves: one is written, another one copied
 _writers: weakref.WeakValueDictionary[str, Checkpointer] = weakref.WeakValueDictionary()  # by place, of this process
+
+
+@contextmanager
+def _collection_paused() -> Iterator[None]:
+    """No garbage collection while the caller waits: going through many objects that stay takes as long as making them.
+
+    Never in other threads: they would switch on what a loop that collects by hand has switched off.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Checkpointer:
@@ -195,8 +211,9 @@ class Checkpointer:
                 failures += self._finish_oldest()
             staged: Future[dict[str, Any]] = Future()
             try:
-                self._states.warn_of_masters()
-                staged = self._stager.stage(self._collect())
+                with _collection_paused():
+                    self._states.warn_of_masters()
+                    staged = self._stager.stage(self._collect())
             except Exception as error:  # the other ranks have to know
                 staged.set_exception(error)
             self._saves.append(self._background.submit(self._thread, step, staged))
@@ -376,7 +393,8 @@ class Checkpointer:
         folder = self._directory.folder_of(checkpoint)
         with on_all_ranks(f"opening {folder}", group=self._group):
             self._check(checkpoint)
-        return self._loads.compare(checkpoint, folder, verify, options)
+        with _collection_paused():
+            return self._loads.compare(checkpoint, folder, verify, options)
 
     def _check(self, checkpoint: ListedCheckpoint) -> None:
         if checkpoint.problem is not None:
@@ -387,7 +405,8 @@ class Checkpointer:
         self.report = None
         plan = planned.result()
         if not plan.options.dry_run:
-            self._loads.load(plan)
+            with _collection_paused():
+                self._loads.load(plan)
         self.report = plan.report
         if self.report.model or self.report.restarted or self.report.extras_left:
             logger.warning("%s: %s", plan.source.path, self.report)

@@ -63,19 +63,15 @@ class LoadPlan:
     report: CheckpointReport
 
 
+@dataclass(frozen=True)
 class Loads:
     """Loads checkpoints into one model and its optimizer; all ranks of ``group`` make the same calls."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: ShardedOptimizer,
-        extra: Mapping[str, Stateful],
-        states: Collector,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        self._model, self._optimizer, self._extra = model, optimizer, extra
-        self._states, self._group = states, group
+    model: nn.Module
+    optimizer: ShardedOptimizer
+    extra: Mapping[str, Stateful]
+    states: Collector
+    group: dist.ProcessGroup | None
 
     def compare(
         self, checkpoint: ListedCheckpoint, folder: Folder, verify: bool, options: LoadOptions
@@ -89,7 +85,7 @@ class Loads:
         planned: Future[LoadPlan] = Future()
         described: Future[Metadata] = Future()
         with verifying(folder, None, required, metadata=described) if verify else nullcontext():
-            with on_all_ranks(f"opening {folder}", group=self._group):
+            with on_all_ranks(f"opening {folder}", group=self.group):
                 source = DcpFolder(folder)
                 if verify and not required and this_rank() == 0 and folder.size(CHECKSUMS) is None:
                     kind = "as a save of torch's own, or a copy that lacks files"
@@ -104,22 +100,30 @@ class Loads:
         return planned
 
     def _plan(self, checkpoint: ListedCheckpoint, source: DcpFolder, options: LoadOptions) -> LoadPlan:
-        doing, group, saved = f"loading {source.path}", self._group, checkpoint.manifest
+        doing, group, saved = f"loading {source.path}", self.group, checkpoint.manifest
         names: list[str] = []
         with on_all_ranks(doing, group=group):
-            model_state = self._states.model_state()
+            model_state = self.states.model_state()
             names = flat_names(model_state)
         everyone = {name for of_rank in distinct(names, group) for name in of_rank}
         with on_all_ranks(doing, group=group):
-            extra = {} if options.model_only else self._read_extras(checkpoint, source, options)
-            model = ModelLoader(model_state, source, everyone, tied_names(self._model), options)
+            owners, extra = {} if saved is None else saved.extra, {}
+            for name, current in self.extra.items():
+                if options.model_only or name in options.without:
+                    continue
+                if name not in owners:
+                    hint = f"load without it: load(step, without=[{name!r}])"
+                    raise ValueError(f"{source.path} has no extra {name!r}: {hint}")
+                owner = extras.owner_for(name, owners[name], this_rank(), world_size())
+                extra[name] = extras.read(name, owner, current, source)
+            model = ModelLoader(model_state, source, everyone, tied_names(self.model), options)
             kind = None if saved is None else saved.kind
             if not options.model_only:
-                check_kind(self._optimizer, kind, str(source.path), any_rule=bool(options.partial))
+                check_kind(self.optimizer, kind, str(source.path), any_rule=bool(options.partial))
         if options.model_only:
             return LoadPlan(options, source, model, None, extra, CheckpointReport(checkpoint.step, model.differences))
-        optimizer = prepare(self._model, self._optimizer, source, options, verify=False)
-        left = set() if saved is None else saved.extra.keys() - self._extra.keys() - options.without
+        optimizer = prepare(self.model, self.optimizer, source, options, verify=False)
+        left = set() if saved is None else saved.extra.keys() - self.extra.keys() - options.without
         report = CheckpointReport(checkpoint.step, model.differences, optimizer.report, tuple(sorted(left)))
         if not options.dry_run:
             optimizer.read()
@@ -127,25 +131,11 @@ class Loads:
 
     def load(self, plan: LoadPlan) -> None:
         """Load the model, the optimizer and extras. If reading fails here, the model may be partly changed."""
-        doing, group, optimizer = f"loading {plan.source.path}", self._group, plan.optimizer
+        doing, group, optimizer = f"loading {plan.source.path}", self.group, plan.optimizer
         with on_all_ranks(doing, group=group):
-            set_model_state_dict(self._model, plan.model.load())
+            set_model_state_dict(self.model, plan.model.load())
         if optimizer is not None:
             optimizer.load()
         with on_all_ranks(doing, group=group):
             for name, state in plan.extra.items():
-                self._extra[name].load_state_dict(state)
-
-    def _read_extras(self, checkpoint: ListedCheckpoint, source: DcpFolder, options: LoadOptions) -> dict[str, Any]:
-        owners = {} if checkpoint.manifest is None else checkpoint.manifest.extra
-        states = {}
-        for name, current in self._extra.items():
-            if name in options.without:
-                continue
-            if name not in owners:
-                raise ValueError(
-                    f"{source.path} has no extra {name!r}: load without it: load(step, without=[{name!r}])"
-                )
-            owner = extras.owner_for(name, owners[name], this_rank(), world_size())
-            states[name] = extras.read(name, owner, current, source)
-        return states
+                self.extra[name].load_state_dict(state)

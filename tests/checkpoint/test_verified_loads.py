@@ -243,15 +243,38 @@ def test_a_dry_run_reads_no_states(tmp_path: Path) -> None:
         assert checkpointer.load(2, dry_run=True) == 2
 
 
-def test_the_garbage_collector_is_the_users(tmp_path: Path) -> None:
-    """A loop that collects by hand finds it as it left it, whatever threads do meanwhile."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_python_collects_no_garbage_meanwhile(fails: bool, tmp_path: Path) -> None:
     model, optimizer = trained(REM16, torch.int8)
-    touched = mock.Mock()
-    with mock.patch.multiple(gc, enable=touched, disable=touched):
-        with Checkpointer(model, optimizer, tmp_path, sigterm=False) as checkpointer:
-            checkpointer.save(2)
-            assert checkpointer.load_latest() == 2
-    assert not touched.called
+    with Checkpointer(model, optimizer, tmp_path, sigterm=False) as checkpointer:
+        checkpointer.save(2)
+    enabled: list[bool] = []
+
+    def note(_: Any) -> None:
+        enabled.append(gc.isenabled())
+        if fails:
+            raise KeyError("mine")
+
+    optimizer.register_load_state_dict_post_hook(note)
+    if fails:
+        with pytest.raises(KeyError, match="mine"):
+            checkpointer.load(2)
+    else:
+        checkpointer.load_latest()
+    assert enabled == [False] and gc.isenabled()
+
+
+def test_only_the_callers_thread_pauses_the_garbage_collector(tmp_path: Path) -> None:
+    """Threads that wrote would switch on what a loop that collects by hand has switched off."""
+    model, optimizer = trained(REM16, torch.int8)
+    threads: set[threading.Thread] = set()
+    note = mock.Mock(side_effect=lambda: threads.add(threading.current_thread()))
+    opened = Checkpointer(model, optimizer, tmp_path, sigterm=False)
+    with mock.patch.multiple(gc, disable=note), opened as checkpointer:
+        checkpointer.save(2)
+        checkpointer.wait()
+        checkpointer.load_latest()
+    assert threads == {threading.current_thread()}
 
 
 def test_verification_alone_names_all_that_differs(tmp_path: Path) -> None:
