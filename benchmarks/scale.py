@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fused_optim import FusedAdamW
-from fused_optim.checkpoint.writing.planner import Planner
+from fused_optim.checkpoint.write import Planner
 from fused_optim.sharding.dtensor import local_tensor, shard_geometry
 from simulation import sharded_parameter, simulated
 

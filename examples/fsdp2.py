@@ -85,7 +85,9 @@ def main() -> None:
     optimizer = FusedAdamW(model.named_parameters(), lr=2e-3, weight_decay=0.1, state_dtype="int8")
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
     text = load_text()
-    with Checkpointer(model, optimizer, args.checkpoints, extra={"scheduler": scheduler}, every=20) as checkpointer:
+    with Checkpointer(
+        model, optimizer, args.checkpoints, extra={"scheduler": scheduler}, every=20, sigterm=True
+    ) as checkpointer:
         first = checkpointer.load_latest() or 0
         for step in range(first, args.steps):
             # FSDP2 takes the mean over ranks, which makes this the mean over all bytes of the batch.

@@ -177,7 +177,7 @@ def build_saver(
         return None
     if isinstance(optimizer, AdamW):
         return AsyncSaver(model, optimizer, args.checkpoints, every)
-    return Checkpointer(model, optimizer, args.checkpoints, extra={"scheduler": scheduler}, every=every)
+    return Checkpointer(model, optimizer, args.checkpoints, extra={"scheduler": scheduler}, every=every, sigterm=True)
 
 
 def resume(folder: Path, model: nn.Module, optimizer: AdamW | FusedAdamW | FusedMuon, scheduler: LambdaLR) -> int:

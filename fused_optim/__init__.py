@@ -15,10 +15,9 @@ if not _IS_COMMAND:
     from fused_optim import rebuild as _rebuild  # noqa: F401  for torch.load of quantized weights
     from fused_optim.adam import FusedAdam, FusedAdamW
     from fused_optim.ademamix import FusedAdEMAMix
-    from fused_optim.checkpoint.reading.load import LoadReport, load_optimizer_checkpoint
-    from fused_optim.checkpoint.storage.checksums import verify_checksums, write_checksums
-    from fused_optim.checkpoint.writing.export import export_optimizer_checkpoint
-    from fused_optim.checkpoint.writing.masters import save_master_safetensors
+    from fused_optim.checkpoint.export import export_optimizer_checkpoint, save_master_safetensors
+    from fused_optim.checkpoint.load import LoadReport, load_optimizer_checkpoint
+    from fused_optim.checkpoint.verify import verify_checksums, write_checksums
     from fused_optim.lion import FusedLion
     from fused_optim.muon import FusedMuon
     from fused_optim.muon_groups import muon_param_groups

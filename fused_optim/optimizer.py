@@ -26,6 +26,7 @@ from fused_optim.options.checks import (
     check_whole,
     without_repeats,
 )
+from fused_optim.options.reading import CheckpointDevice, CheckpointFormat
 from fused_optim.options.table import (
     OF_CONSTRUCTORS,
     OfDropIns,
@@ -236,12 +237,6 @@ class ShardedOptimizer(Optimizer, OfOptimizers):
         for number, group in enumerate(self.param_groups):
             if "capturable" not in self.stepper.ignored.get(number, ()):
                 group.pop("capturable", None)
-
-    @property
-    def checkpoint_options(self) -> forms.Options:
-        """How ``state_dict()`` converts the states."""
-        settings = self.settings
-        return forms.Options(settings.checkpoint_format, settings.checkpoint_device, self._saves_int16_remainders)
 
     # --- states -------------------------------------------------------------------------------------------------
 
@@ -479,16 +474,25 @@ class ShardedOptimizer(Optimizer, OfOptimizers):
         Entries of ``optimizer.state`` whose keys are no tensors are users', and saved as they are. States of
         parameters that are in no param group any more are left out. Hooks run as in torch.optim.
         """
+        settings = self.settings
+        return self.state_dict_as(settings.checkpoint_format, settings.checkpoint_device)
+
+    @entry(idle=False)
+    def state_dict_as(self, form: CheckpointFormat, device: CheckpointDevice) -> dict[str, Any]:
+        """:meth:`state_dict` in this form and for this device, whatever the options are: saves ask so.
+
+        Options stay as they are, and hooks see them so.
+        """
         self.stepper.check_idle("state_dict()")
         self._forget_compilers_key()
         self._reconcile()
         self.stepper.restart_counters()
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        options = self.checkpoint_options
-        if options.form == "torch":
-            state_dict = torch_form.state_dict(self.store, options.device)
+        if form == "torch":
+            state_dict = torch_form.state_dict(self.store, device)
         else:
+            options = forms.Options(form, device, self._saves_int16_remainders)
             state_dict = forms.state_dict(self.store, options)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, state_dict)

@@ -15,8 +15,9 @@ ROOMS = """
 torch_versions decorators optional wire roles formats rules sharding adapters memory backends matrices options
 quantized.recipes quantized.tensor quantized.adapters quantized.fp8 quantized.model quantized.files
 quantized.__init__ rebuild state step optimizer adam ademamix lion muon muon_groups release
-checkpoint.storage checkpoint.reading checkpoint.writing checkpoint.termination checkpoint.collect checkpoint.extras
-checkpoint.random_states checkpoint.saves checkpoint.loads checkpoint.checkpointer
+checkpoint.folders checkpoint.metadata checkpoint.verify checkpoint.lock checkpoint.publish checkpoint.read
+checkpoint.open checkpoint.plan checkpoint.load checkpoint.archives checkpoint.stage checkpoint.write checkpoint.export
+checkpoint.termination checkpoint.extras checkpoint.collect checkpoint.saves checkpoint.commit checkpoint.checkpointer
 checkpoint.__init__ compat integrations __init__ tools __main__
 """.split()  # noqa: SIM905
 

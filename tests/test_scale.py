@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 import scale
-from fused_optim.checkpoint.writing.planner import Planner
+from fused_optim.checkpoint.write import Planner
 from scale import Model
 from simulation import simulated
 

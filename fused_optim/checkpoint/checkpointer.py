@@ -5,31 +5,27 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import signal
 import weakref
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from fused_optim.checkpoint.collect import Collector, check_ours
-from fused_optim.checkpoint.extras import Stateful, check_extra
-from fused_optim.checkpoint.loads import CheckpointReport, LoadPlan, Loads
-from fused_optim.checkpoint.random_states import RANDOM_STATES, RandomStates
-from fused_optim.checkpoint.reading.naming import LoadOptions, Rename
-from fused_optim.checkpoint.saves import BackgroundSaves
-from fused_optim.checkpoint.storage.damage import Damaged, is_damage
-from fused_optim.checkpoint.storage.directory import CheckpointDirectory, ListedCheckpoint, have_rotated
-from fused_optim.checkpoint.storage.folders import LocalFolder, PathLike, folder_at
-from fused_optim.checkpoint.storage.garbage import without_collection
-from fused_optim.checkpoint.storage.retention import Retention
-from fused_optim.checkpoint.termination import EXIT_STATUS, Termination
-from fused_optim.checkpoint.writing.background import outcome, watched
-from fused_optim.checkpoint.writing.staging import PinnedStager
+from fused_optim.checkpoint.commit import CheckpointReport, LoadPlan, Loads
+from fused_optim.checkpoint.extras import RANDOM_STATES, RandomStates, Stateful, check_extra
+from fused_optim.checkpoint.folders import Damaged, LocalFolder, PathLike, folder_at, is_damage
+from fused_optim.checkpoint.plan import LoadOptions, Rename
+from fused_optim.checkpoint.publish import CheckpointDirectory, ListedCheckpoint, have_rotated
+from fused_optim.checkpoint.saves import BackgroundSaves, outcome
+from fused_optim.checkpoint.stage import PinnedStager
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import whole_number
 from fused_optim.options.reading import CheckpointFormat
@@ -43,11 +39,28 @@ from fused_optim.sharding.collective import (
     world_size,
 )
 
+if TYPE_CHECKING:
+    from fused_optim.checkpoint.termination import Termination
+
 logger = logging.getLogger("fused_optim")
 
-_REMOVED = "copy a checkpoint that is to stay to another folder, or use keep_every"
 _UNDER_WAY = 2  # saves: one is written, another one copied
 _writers: weakref.WeakValueDictionary[str, Checkpointer] = weakref.WeakValueDictionary()  # by place, of this process
+
+
+@contextmanager
+def _collection_paused() -> Iterator[None]:
+    """No garbage collection while the caller waits: going through many objects that stay takes as long as making them.
+
+    Never in other threads: they would switch on what a loop that collects by hand has switched off.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Checkpointer:
@@ -83,8 +96,8 @@ class Checkpointer:
         sigterm: SIGTERM, by which clusters announce that they take the machine away, lets the next :meth:`save` on all
             ranks save, wait for it and raise SystemExit(143). So call it after every step. Of several Checkpointers
             that save, the last one raises. Repeats of the signal are ignored for two minutes; then it ends the process.
-            Signals are Python's main thread's: in another one this does nothing.
-        readonly: only load; nothing in ``folder`` is changed, and SIGTERM is left alone.
+            Signals are Python's main thread's: in another one this does nothing. False: signals are left alone.
+        readonly: only load; nothing in ``folder`` is changed, and ``sigterm`` does nothing.
 
     What writing raises is raised by the next call of any method, as a RuntimeError on every rank; the checkpoints that
     are there stay, and the step can be saved again. A process that ends waits for its saves; where one has failed, and
@@ -105,15 +118,13 @@ class Checkpointer:
         every: int | None = None,
         format: CheckpointFormat = "native",
         progress: bool = False,
-        sigterm: bool = True,
+        sigterm: bool = False,
         readonly: bool = False,
         random_states: bool = False,
-        keep_best: None = None,
     ) -> None:
         check_ours(model, optimizer)
-        if keep_best is not None:
-            raise TypeError(f"keep_best was removed: {_REMOVED}")
-        retention = Retention.checked(keep, keep_every)
+        kept = ("keep", keep), ("keep_every", keep_every)
+        keep, keep_every = (None if count is None else whole_number(name, count, 1) for name, count in kept)
         if format not in ("native", "unscaled"):
             raise ValueError(f"format: expected 'native' or 'unscaled', got {format!r}")
         self._extra = check_extra(extra or {})
@@ -128,25 +139,28 @@ class Checkpointer:
         place = folder_at(folder)
         if isinstance(place, LocalFolder):  # which stays where it is meant, wherever the process goes
             place = LocalFolder(place.path.absolute())
-        self._directory = CheckpointDirectory(place, retention)
+        self._directory = CheckpointDirectory(place, keep, keep_every)
         self._stager = PinnedStager(optimizer)
         # Of their own: the thread that writes makes collectives while this one and training make others.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._writing_group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        options = {"every": every, "keep": retention, "format": format, "sigterm": sigterm, "readonly": readonly}
-        check_alike("Checkpointer", options, self._group)
+        options = {"every": every, "keep": (keep, keep_every), "format": format, "sigterm": sigterm}
+        check_alike("Checkpointer", {**options, "readonly": readonly}, self._group)
         with on_all_ranks(f"opening {place}", group=self._group):
             if this_rank() == 0:
                 self._directory.check_level()
-        self._termination = Termination() if sigterm and not readonly else None
+        self._termination: Termination | None = None
+        if sigterm and not readonly:
+            from fused_optim.checkpoint.termination import Termination
+
+            self._termination = Termination()
+            weakref.finalize(self, self._termination.close).atexit = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="Checkpointer")
         self._saves: deque[Future[str | None]] = deque()
         self._readonly, self._is_closed = readonly, False
         self._background = BackgroundSaves(self._directory, self._states, format, self._writing_group, progress)
         self._loads = Loads(model, optimizer, self._extra, self._states, self._group)
         self.report: CheckpointReport | None = None
-        if self._termination is not None:
-            weakref.finalize(self, self._termination.close).atexit = False
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -168,7 +182,7 @@ class Checkpointer:
 
         return self._thread.submit(plan)
 
-    def save(self, step: int, *, force: bool = False, metrics: None = None) -> None:
+    def save(self, step: int, *, force: bool = False) -> None:
         """Start to save what there is after ``step`` steps, unless ``every`` says otherwise; ``force``: even then.
 
         Returns at once; if two saves are under way, when the first of them is done. What is saved is what there is now,
@@ -180,24 +194,7 @@ class Checkpointer:
         save where SIGTERM came. TypeError or ValueError for what is no step; ValueError where another Checkpointer of
         this process saves in the same folder.
         """
-        if metrics is not None:
-            raise TypeError(f"metrics were removed with keep_best: {_REMOVED}")
         step = whole_number("step", step, 0)
-        self._claim()
-        due = force or self._every is None or step % self._every == 0
-        if not due and self._termination is None:
-            return
-        ending, failures = self._agree(step)
-        if due or ending:
-            while len(self._saves) >= _UNDER_WAY:
-                failures += self._finish_oldest()
-            self._start(step)
-        if ending:
-            self._end(failures)
-        elif failures:
-            raise RuntimeError("; ".join(failures))
-
-    def _claim(self) -> None:
         if self._readonly:
             raise ValueError(f"{self._directory.folder} was opened with readonly=True: nothing is saved there")
         if self._is_closed:
@@ -205,6 +202,30 @@ class Checkpointer:
         writer = _writers.setdefault(self._directory.folder.place, self)
         if writer is not self:
             raise ValueError(f"another Checkpointer saves in {self._directory.folder}: give each a folder of its own")
+        due = force or self._every is None or step % self._every == 0
+        if not due and self._termination is None:
+            return
+        ending, failures = self._agree(step)
+        if due or ending:
+            while len(self._saves) >= _UNDER_WAY:
+                failures += self._finish_oldest()
+            staged: Future[dict[str, Any]] = Future()
+            try:
+                with _collection_paused():
+                    self._states.warn_of_masters()
+                    staged = self._stager.stage(self._collect())
+            except Exception as error:  # the other ranks have to know
+                staged.set_exception(error)
+            self._saves.append(self._background.submit(self._thread, step, staged))
+        if ending:
+            for failure in failures:
+                logger.error("%s", failure)
+            self.wait()
+            assert self._termination is not None
+            if self._termination.end():  # no other Checkpointer is to make its last save
+                raise SystemExit(128 + signal.SIGTERM)
+        elif failures:
+            raise RuntimeError("; ".join(failures))
 
     def _agree(self, step: int) -> tuple[bool, list[str]]:
         """(True if some rank was asked to end, failures of the saves that have ended on all ranks).
@@ -224,25 +245,6 @@ class Checkpointer:
         if asked and self._termination is not None:
             self._termination.note()
         return asked, [failure for _ in range(ended) for failure in self._finish_oldest()]
-
-    def _end(self, earlier: list[str]) -> None:
-        """The last save is under way. Raises SystemExit once no other Checkpointer is to make its own."""
-        for failure in earlier:
-            logger.error("%s", failure)
-        self.wait()
-        assert self._termination is not None
-        if self._termination.end():
-            raise SystemExit(EXIT_STATUS)
-
-    def _start(self, step: int) -> None:
-        staged: Future[dict[str, Any]] = Future()
-        try:
-            with without_collection():
-                self._states.warn_of_masters()
-                staged = self._stager.stage(self._collect())
-        except Exception as error:  # the other ranks have to know
-            staged.set_exception(error)
-        self._saves.append(watched(self._background.submit(self._thread, step, staged)))
 
     def _collect(self) -> dict[str, Any]:
         extra = {name: value.state_dict() for name, value in self._extra.items()}
@@ -294,14 +296,6 @@ class Checkpointer:
             if checkpoint.step == step:
                 return checkpoint
         raise FileNotFoundError(f"{self._directory.folder} has no whole checkpoint of step {step}")
-
-    def pin(self, step: int) -> NoReturn:
-        """Raise TypeError: this method was removed."""
-        raise TypeError(f"pin was removed: {_REMOVED}")
-
-    def unpin(self, step: int) -> NoReturn:
-        """Raise TypeError: this method was removed."""
-        raise TypeError(f"unpin was removed: remove the folder path({step}), which stays until then")
 
     def load_latest(
         self,
@@ -399,7 +393,8 @@ class Checkpointer:
         folder = self._directory.folder_of(checkpoint)
         with on_all_ranks(f"opening {folder}", group=self._group):
             self._check(checkpoint)
-        return self._loads.compare(checkpoint, folder, verify, options)
+        with _collection_paused():
+            return self._loads.compare(checkpoint, folder, verify, options)
 
     def _check(self, checkpoint: ListedCheckpoint) -> None:
         if checkpoint.problem is not None:
@@ -410,7 +405,8 @@ class Checkpointer:
         self.report = None
         plan = planned.result()
         if not plan.options.dry_run:
-            self._loads.load(plan)
+            with _collection_paused():
+                self._loads.load(plan)
         self.report = plan.report
         if self.report.model or self.report.restarted or self.report.extras_left:
             logger.warning("%s: %s", plan.source.path, self.report)

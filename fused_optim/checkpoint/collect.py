@@ -6,15 +6,13 @@ Names are looked up once: at every save that would take longer than all else tha
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from fused_optim.checkpoint.reading.contents import ENTRIES
+from fused_optim.checkpoint.plan import ENTRIES
 from fused_optim.decorators import callers_level
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import check_belongs, check_order, check_whole
@@ -52,16 +50,6 @@ def check_kind(optimizer: ShardedOptimizer, saved: str | None, what: str, any_ru
         raise ValueError(f"{what} is of another optimizer: expected {expected}, found {saved}; {hint}")
 
 
-@contextmanager
-def _without(optimizer: ShardedOptimizer, entries: Mapping[Any, Any]) -> Iterator[None]:
-    for key in entries:
-        del optimizer.state[key]
-    try:
-        yield
-    finally:
-        optimizer.state.update(entries)
-
-
 class Collector:
     """Collects the state dicts that a Checkpointer saves.
 
@@ -82,8 +70,7 @@ class Collector:
         names = sorted(name for names in parameter_names(model).values() for name in names)
         # Of nested param groups torch saves those of one rank: where ranks own different parameters (pipeline stages),
         # every parameter has its settings.
-        alike = len(distinct(names)) == 1
-        self._options = None if alike else StateDictOptions(flatten_optimizer_state_dict=True)
+        self._is_flat = len(distinct(names)) > 1
 
     def check_form(self, form: CheckpointFormat) -> None:
         """Raise ValueError for a form that the optimizer's shards cannot be loaded from."""
@@ -112,26 +99,23 @@ class Collector:
         return {self._keys[key]: value for key, value in state.items()}
 
     def optimizer_state(self, form: CheckpointFormat, device: CheckpointDevice) -> dict[str, Any]:
-        optimizer, settings = self._optimizer, self._optimizer.settings
-        before = settings.checkpoint_format, settings.checkpoint_device
-        settings.checkpoint_format, settings.checkpoint_device = form, device
-        users = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-        try:
-            if self._options is None:
-                state = self._named(optimizer.state_dict())
-            else:
-                with _without(optimizer, users):  # which torch takes for parameters
-                    state = get_optimizer_state_dict(self._model, optimizer, options=self._options)
-            return {**state, ENTRIES: list(map(list, users.items()))} if users else state
-        finally:
-            settings.checkpoint_format, settings.checkpoint_device = before
-
-    def _named(self, state: dict[str, Any]) -> dict[str, Any]:
         """The optimizer's state dict with the parameters' names in place of their numbers."""
-        params = self._optimizer.store.params
+        optimizer, params = self._optimizer, self._optimizer.store.params
+        state = optimizer.state_dict_as(form, device)
         if not all(param in self._names for param in params):
             self._names = {param: names[0] for param, names in parameter_names(self._model).items()}
         names = [self._names[param] for param in params]
         groups = [{**group, "params": [names[id_] for id_ in group["params"]]} for group in state["param_groups"]]
-        numbered = [(id_, states) for id_, states in state["state"].items() if type(id_) is int]
-        return {"state": {names[id_]: states for id_, states in numbered}, "param_groups": groups}
+        states = {names[id_]: of_param for id_, of_param in state["state"].items() if type(id_) is int}
+        users = [[key, value] for key, value in optimizer.state.items() if not isinstance(key, Tensor)]
+        entries = {ENTRIES: users} if users else {}
+        if not self._is_flat:
+            return {"state": states, "param_groups": groups, **entries}
+        of_params = [(name, group) for group in groups for name in group["params"]]
+        settings = {
+            f"param_groups.{name}.{key}": value
+            for name, group in of_params
+            for key, value in group.items()
+            if key != "params"
+        }
+        return {**{f"state.{name}": of_param for name, of_param in states.items()}, **settings, **entries}

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -16,10 +18,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fused_optim.checkpoint.reading.buffers import buffer_for
-from fused_optim.checkpoint.reading.source import Source
-from fused_optim.checkpoint.storage.untrusted import load_object
-from fused_optim.checkpoint.writing.loadable import saved
+from fused_optim.checkpoint.archives import saved
+from fused_optim.checkpoint.metadata import load_object
+from fused_optim.checkpoint.open import Source, buffer_for
 from fused_optim.memory.host_memory import memory_of
 
 _SHARDED = "fused_optim_sharded"  # the key, in a state, of where a sharded tensor's own is
@@ -175,3 +176,34 @@ def _filled(value: Any, tensors: Mapping[str, Any]) -> Any:
             return tensors[value[_SHARDED]]
         return {key: _filled(item, tensors) for key, item in value.items()}
     return type(value)(_filled(item, tensors) for item in value) if type(value) in (list, tuple) else value
+
+
+# --- the states of random number generators --------------------------------------------------------------------------
+
+
+RANDOM_STATES = "random_states"  # the extra's name
+
+
+class RandomStates:
+    """The random states of Python, NumPy (if imported) and torch: of the CPU and of all GPUs that this rank sees."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state(), "cuda": []}
+        if torch.cuda.is_initialized():
+            state["cuda"] = torch.cuda.get_rng_state_all()
+        if (numpy := sys.modules.get("numpy")) is not None:
+            kind, keys, *rest = numpy.random.get_state()
+            state["numpy"] = [kind, torch.tensor(keys.tolist(), dtype=torch.int64), *rest]
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the states. Those of GPUs are skipped if their number has changed, NumPy's if it is not imported."""
+        version, numbers, gauss = state_dict["python"]
+        random.setstate((version, tuple(numbers), gauss))
+        torch.set_rng_state(state_dict["torch"])
+        cuda: list[Tensor] = state_dict["cuda"]
+        if cuda and len(cuda) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(cuda)
+        if "numpy" in state_dict and (numpy := sys.modules.get("numpy")) is not None:
+            kind, keys, *rest = state_dict["numpy"]
+            numpy.random.set_state((kind, numpy.array(keys.tolist(), dtype="uint32"), *rest))

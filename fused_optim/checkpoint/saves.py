@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import logging
 import os
 import sys
 import threading
 import time
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, thread, wait  # noqa: F401  the pools register first: the last one is called first
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fused_optim.checkpoint import extras
+from fused_optim.checkpoint import extras, publish, verify
+from fused_optim.checkpoint.archives import check_loadable
 from fused_optim.checkpoint.collect import Collector
-from fused_optim.checkpoint.storage import checksums, manifest
-from fused_optim.checkpoint.storage.directory import CheckpointDirectory
-from fused_optim.checkpoint.storage.manifest import Manifest
-from fused_optim.checkpoint.writing.loadable import check_loadable
-from fused_optim.checkpoint.writing.saver import Saver
-from fused_optim.checkpoint.writing.writer import Written
+from fused_optim.checkpoint.lock import release_all
+from fused_optim.checkpoint.publish import CheckpointDirectory, Manifest
+from fused_optim.checkpoint.write import Saver
 from fused_optim.options.reading import CheckpointFormat
 from fused_optim.sharding.collective import gather, on_all_ranks, this_rank, world_size
 
@@ -32,21 +31,6 @@ logger = logging.getLogger("fused_optim")
 # gone, are made in the order in which they were asked for. The first rank, which changes folders, waits; others for it.
 _ends: dict[str, threading.Event] = {}
 _asking = threading.Lock()
-os.register_at_fork(after_in_child=_ends.clear)  # a child has none of the threads that save
-
-
-@dataclass(frozen=True)
-class Save:
-    """A requested save. ``staged``: the copy of the state.
-
-    ``before``: set when the save requested before it has ended.
-    """
-
-    step: int
-    staged: Future[dict[str, Any]]
-    before: threading.Event | None
-    ended: threading.Event
-    started: float = field(default_factory=time.perf_counter)
 
 
 class BackgroundSaves:
@@ -69,24 +53,38 @@ class BackgroundSaves:
         self._ranks = world_size()
 
     def submit(self, pool: Executor, step: int, staged: Future[dict[str, Any]]) -> Future[str | None]:
-        """Queue a save behind those requested earlier; the future holds the result of :meth:`run`."""
-        save = self._in_line(step, staged)
-        try:
-            return pool.submit(self.run, save)
-        except BaseException:  # the system has no thread left
-            save.ended.set()
-            raise
+        """Queue a save behind those requested earlier. The future (:func:`watched`) has None or the error message.
 
-    def _in_line(self, step: int, staged: Future[dict[str, Any]]) -> Save:
-        """A save that waits for the one requested before it.
-
-        Run it, or set its ``ended``: the next one waits for that.
+        ``staged``: the copy of the state. A failure on one rank is a failure on every rank.
         """
-        place, before, ended = self._directory.folder.place, None, threading.Event()
+        place, before, ended, started = self._directory.folder.place, None, threading.Event(), time.perf_counter()
         if this_rank() == 0:
             with _asking:
                 before, _ends[place] = _ends.get(place), ended
-        return Save(step, staged, before, ended)
+
+        def save() -> str | None:
+            if before is not None:
+                before.wait()
+            doing = f"saving step {step} to {self._directory.folder}"
+            try:
+                nbytes = self._save(step, staged, doing)
+            except (Exception, CheckpointException) as error:
+                failure = f"{doing} failed: {str(error).removeprefix(f'{doing}: ')}"
+                logger.error("%s", failure, exc_info=True)
+                return failure
+            finally:
+                ended.set()
+            if self._progress and this_rank() == 0:
+                seconds, gigabytes = time.perf_counter() - started, nbytes / 1e9
+                text = f"saved {gigabytes:.2f} GB in {seconds:.1f} s, {gigabytes / seconds:.2f} GB/s"
+                print(f"step {step}: {text}", file=sys.stderr, flush=True)
+            return None
+
+        try:
+            return watched(pool.submit(save))
+        except BaseException:  # the system has no thread left
+            ended.set()
+            raise
 
     def release(self) -> None:
         """Let other runs have the folder once this process's pending saves there have ended."""
@@ -95,32 +93,6 @@ class BackgroundSaves:
         if last is not None:
             last.wait()
         self._directory.release()
-
-    def run(self, save: Save) -> str | None:
-        """Make the save. Returns None or the error message; a failure on one rank is a failure on every rank."""
-        if save.before is not None:
-            save.before.wait()
-        try:
-            return self._run(save)
-        finally:
-            save.ended.set()
-
-    def _run(self, save: Save) -> str | None:
-        doing = f"saving step {save.step} to {self._directory.folder}"
-        try:
-            nbytes = self._write(save, doing)
-        except (Exception, CheckpointException) as error:
-            failure = f"{doing} failed: {str(error).removeprefix(f'{doing}: ')}"
-            logger.error("%s", failure, exc_info=True)
-            return failure
-        if self._progress and this_rank() == 0:
-            seconds = time.perf_counter() - save.started
-            print(
-                f"step {save.step}: saved {nbytes / 1e9:.2f} GB in {seconds:.1f} s, {nbytes / 1e9 / seconds:.2f} GB/s",
-                file=sys.stderr,
-                flush=True,
-            )
-        return None
 
     def plan(self, outline: dict[str, Any], doing: str) -> None:
         """Do in advance what the first save would begin with. Errors are only logged: the save will raise them."""
@@ -141,37 +113,45 @@ class BackgroundSaves:
         state.update(extras.own_entries(packed, owners, this_rank()))
         return owners
 
-    def _write(self, save: Save, doing: str) -> int:
-        attempt = self._begin(save.step, doing)
+    def _save(self, step: int, staged: Future[dict[str, Any]], doing: str) -> int:
+        """Write a draft and publish it. Returns its bytes."""
+        group, directory, attempt = self._group, self._directory, ""
+        self._check_ranks()
+        with on_all_ranks(doing, group=group):
+            if this_rank() == 0:
+                attempt = directory.begin(step)
+        attempt = gather(attempt, group=group)[0]
         try:
-            written = self._write_draft(save, attempt, doing)
+            with on_all_ranks(doing, group=group):
+                state = staged.result()
+            owners = self._add_extras(state, doing)
+            draft = directory.draft(step, attempt)
+            written = self._saver.save(state, draft, doing, may_differ=self._states.buffers)
+            sizes = {name: size for of_rank in written for name, size in of_rank.sizes.items()}
+            with on_all_ranks(doing, group=group):
+                self._check_ranks()
+                if this_rank() == 0:
+                    sums = {range_: crc for of_rank in written for range_, crc in of_rank.checksums.items()}
+                    sizes |= verify.write_file(draft, sums)
+                    saved = Manifest(
+                        step=step,
+                        number=0,  # the folder gives it
+                        world_size=world_size(),
+                        form=self._form,
+                        formats=self._states.formats(),
+                        files=dict(sorted(sizes.items())),
+                        checksums=publish.crc_of_checksums(draft),
+                        extra=owners,
+                        versions={"torch": torch.__version__},
+                        optimizer=self._states.kind,
+                    )
+                    directory.finish(step, attempt, saved)
         except (Exception, CheckpointException):
             if this_rank() == 0:
                 with suppress(OSError):
-                    self._directory.discard(save.step, attempt)
+                    directory.discard(step, attempt)
             raise
-        return sum(size for of_rank in written for size in of_rank.sizes.values())
-
-    def _begin(self, step: int, doing: str) -> str:
-        """The attempt's name, the same on all ranks."""
-        self._check_ranks()
-        attempt = ""
-        with on_all_ranks(doing, group=self._group):
-            if this_rank() == 0:
-                attempt = self._directory.begin(step)
-        return gather(attempt, group=self._group)[0]
-
-    def _write_draft(self, save: Save, attempt: str, doing: str) -> list[Written]:
-        group = self._group
-        with on_all_ranks(doing, group=group):
-            state = save.staged.result()
-        owners = self._add_extras(state, doing)
-        draft = self._directory.draft(save.step, attempt)
-        written = self._saver.save(state, draft, doing, may_differ=self._states.buffers)
-        with on_all_ranks(doing, group=group):
-            if this_rank() == 0:
-                self._publish(save, attempt, written, owners)
-        return written
+        return sum(sizes.values())
 
     def _check_ranks(self) -> None:
         """Raise RuntimeError where the ranks cannot talk any more: each would take itself for the only one."""
@@ -179,23 +159,64 @@ class BackgroundSaves:
             hint = "call wait() or close() before destroy_process_group()"
             raise RuntimeError(f"the process group of {self._ranks} ranks was destroyed before the save ended: {hint}")
 
-    def _publish(self, save: Save, attempt: str, written: list[Written], owners: dict[str, list[int]]) -> None:
-        self._check_ranks()
-        assert len(written) == self._ranks
-        draft = self._directory.draft(save.step, attempt)
-        sizes = {name: size for of_rank in written for name, size in of_rank.sizes.items()}
-        sums = {range_: crc for of_rank in written for range_, crc in of_rank.checksums.items()}
-        sizes |= checksums.write_file(draft, sums)
-        saved = Manifest(
-            step=save.step,
-            number=0,  # the folder gives it
-            world_size=world_size(),
-            form=self._form,
-            formats=self._states.formats(),
-            files=dict(sorted(sizes.items())),
-            checksums=manifest.crc_of_checksums(draft),
-            extra=owners,
-            versions={"torch": torch.__version__},
-            optimizer=self._states.kind,
-        )
-        self._directory.finish(save.step, attempt, saved)
+
+# --- the end of the process waits for saves, and tells failures that nobody has asked for ----------------------------
+
+
+_untold: dict[Future[str | None], None] = {}  # jobs whose outcome nobody has asked for
+
+
+def watched(job: Future[str | None]) -> Future[str | None]:
+    """Register a job, which returns None or an error message. The end of the process waits for it.
+
+    A process whose jobs failed without anybody asking for their :func:`outcome` ends with an error and status 1.
+    """
+    _register()
+    _untold[job] = None
+    return job
+
+
+@functools.cache
+def _register() -> None:
+    """With the first save: other programs' ends are left alone."""
+    atexit.register(_tell)
+    threading._register_atexit(_drain)  # type: ignore[attr-defined]  # Python has no public way
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+    """A child that was forked has none of the threads that save."""
+    _untold.clear()
+    _ends.clear()
+
+
+def outcome(future: Future[str | None]) -> str | None:
+    """Wait for a job. Returns its error message, or None."""
+    try:
+        return future.result()
+    finally:
+        _untold.pop(future, None)
+
+
+def _drain() -> None:
+    """Wait for all jobs before ``concurrent.futures`` closes its pools, which they use."""
+    wait(list(_untold))
+    release_all()
+
+
+def _tell() -> None:
+    """Report failures nobody has asked for, at the end of the process, when all threads have ended."""
+    failures = []
+    for future in list(_untold):
+        try:
+            failures.append(outcome(future))
+        except BaseException as error:
+            failures.append(f"{type(error).__name__}: {error}")
+    if failures := [text for text in failures if text is not None]:
+        for text in failures:
+            logger.error("%s", text)
+            print(f"fused_optim: {text}", file=sys.stderr)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # an error that is raised here would not change the status

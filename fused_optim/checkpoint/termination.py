@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
@@ -9,7 +10,6 @@ import time
 from types import FrameType
 from typing import Any
 
-EXIT_STATUS = 128 + signal.SIGTERM  # of a process that the signal has ended
 PATIENCE = 120.0  # seconds after the first signal in which others are repeats: schedulers and launchers both send it
 
 
@@ -26,6 +26,7 @@ class _Handler:
         """Listen to SIGTERM; does nothing outside of the main thread, which alone receives signals."""
         if threading.current_thread() is not threading.main_thread():
             return
+        _register()
         if not self.listeners:
             self.asked, self.is_over = None, False
             self._previous = signal.signal(signal.SIGTERM, self._note)
@@ -72,7 +73,11 @@ class _Handler:
 
 
 _handler = _Handler()
-os.register_at_fork(before=_handler.hold_back, after_in_parent=_handler.let_through, after_in_child=_handler.forget)
+
+
+@functools.cache
+def _register() -> None:
+    os.register_at_fork(before=_handler.hold_back, after_in_parent=_handler.let_through, after_in_child=_handler.forget)
 
 
 class Termination:

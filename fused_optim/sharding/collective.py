@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import heapq
 import pickle
 import re
 from collections import Counter
@@ -150,6 +151,22 @@ def this_rank() -> int:
 
 def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def shared_out(sizes: Sequence[int], takers: int, holders: Sequence[Collection[int]] | None = None) -> list[int]:
+    """The taker, from 0 to ``takers - 1``, of each item: the largest first, each to the one that has least so far.
+
+    ``holders``: of each item, the takers that can take it; None: all. The same on all ranks that give the same.
+    """
+    load, least = [0] * takers, [(0, taker) for taker in range(takers)]
+    found = [0] * len(sizes)
+    for item in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+        taker = least[0][1] if holders is None else min(holders[item], key=load.__getitem__)
+        load[taker] += max(sizes[item], 1)
+        if holders is None:
+            heapq.heapreplace(least, (load[taker], taker))
+        found[item] = taker
+    return found
 
 
 class FailedElsewhere(ValueError):

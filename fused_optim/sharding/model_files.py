@@ -1,17 +1,18 @@
-"""Writes whole tensors of a sharded model as safetensors files in the layout of Hugging Face's sharded models."""
+"""Safetensors files, read and written by the library of that name, and Hugging Face's layout of sharded models."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from fused_optim.optional import optional
-from fused_optim.sharding.collective import gather, on_all_ranks, this_rank
+from fused_optim.sharding.collective import gather, on_all_ranks, shared_out, this_rank
 from fused_optim.sharding.dtensor import has_own_chunks
 from fused_optim.wire.safetensors import open_file
 
@@ -56,7 +57,9 @@ def write_model_files(folder: Path, entries: Mapping[str, Entry], doing: str) ->
             raise ValueError(f"{folder / SINGLE} would be loaded in place of what is written: remove it")
     held = gather({name: dict(entry.sizes) for name, entry in entries.items()})
     sizes = {name: of_entry for of_rank in held for name, of_entry in of_rank.items()}
-    owners = _share_out({name: sum(of_entry.values()) for name, of_entry in sizes.items()}, held)
+    names = sorted(sizes)
+    holders = [[rank for rank, of_rank in enumerate(held) if name in of_rank] for name in names]
+    owners = dict(zip(names, shared_out([sum(sizes[n].values()) for n in names], len(held), holders), strict=True))
     writers = sorted(set(owners.values()))
     files = dict(zip(writers, numbered_files(STEM, len(writers)), strict=True))  # by rank
     tensors: dict[str, Tensor] = {}
@@ -107,6 +110,20 @@ def read_index(index: Path) -> dict[str, Path]:
     return files
 
 
+def open_safetensors(file: Path, doing: str, extra: str = "safetensors") -> Any:
+    """The library's open file, which has ``keys()`` and ``get_tensor(key)``.
+
+    Raises ImportError, which names ``doing``, without safetensors, and ValueError for what is no such file.
+    """
+    library = optional("safetensors", doing, extra)
+    try:
+        open_file(file).close()  # safetensors would wait for a pipe's writer
+        return library.safe_open(file, framework="pt")
+    except (library.SafetensorError, ValueError) as error:
+        text = f"{file} cannot be read as safetensors ({error}); it is truncated or damaged"
+        raise ValueError(text) from error
+
+
 def safetensors_writer(doing: str, extra: str = "safetensors") -> Callable[..., None]:
     """A function ``(tensors, file, **metadata)`` that writes a safetensors file.
 
@@ -119,16 +136,6 @@ def safetensors_writer(doing: str, extra: str = "safetensors") -> Callable[..., 
         save_file(tensors, file, metadata={"format": "pt", **metadata})
 
     return write
-
-
-def _share_out(sizes: Mapping[str, int], held: Sequence[Collection[str]]) -> dict[str, int]:
-    """The rank that writes each entry: the largest first, each to the rank that has least of those that hold it."""
-    load = [0] * len(held)
-    owners = {}
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        owners[name] = min((rank for rank, names in enumerate(held) if name in names), key=load.__getitem__)
-        load[owners[name]] += max(sizes[name], 1)
-    return owners
 
 
 def numbered_files(stem: str, count: int) -> list[str]:

@@ -55,7 +55,7 @@ def _add_checksums(commands: Commands) -> None:
 
 
 def _verify(args: Arguments) -> int:
-    from fused_optim.checkpoint.storage.checksums import verify_checksums
+    from fused_optim.checkpoint.verify import verify_checksums
 
     verify_checksums(args.path)
     print(f"{args.path}: all bytes as written")
@@ -63,7 +63,7 @@ def _verify(args: Arguments) -> int:
 
 
 def _checksum(args: Arguments) -> int:
-    from fused_optim.checkpoint.storage.checksums import write_checksums
+    from fused_optim.checkpoint.verify import write_checksums
 
     write_checksums(args.path)
     print(f"{args.path}: checksums written")

@@ -7,13 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fused_optim.checkpoint.reading.opening import open_checked
-from fused_optim.checkpoint.reading.saved_optimizer import SavedOptimizer, read_optimizer
-from fused_optim.checkpoint.reading.source import Source
-from fused_optim.checkpoint.storage.folders import PathLike
+from fused_optim.checkpoint.folders import PathLike
+from fused_optim.checkpoint.open import Source, open_checked
 from fused_optim.state.groups import DESCRIPTION
 from fused_optim.tools.inspector import PARAMETER, groups_of, other_tensors, steps_of
 from fused_optim.tools.progress import progress
+from fused_optim.tools.saved_optimizer import SavedOptimizer, read_optimizer
 from fused_optim.tools.values import Difference
 
 _Readable = tuple[tuple[int, ...], Callable[[], Iterator[Tensor]]]  # shape, how to read its pieces

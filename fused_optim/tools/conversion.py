@@ -17,12 +17,9 @@ from typing import Any
 import torch
 
 from fused_optim.adapters import adapter_of
-from fused_optim.checkpoint.reading.contents import NOT_SETTINGS, read_steps
-from fused_optim.checkpoint.reading.opening import open_checked
-from fused_optim.checkpoint.reading.saved_optimizer import SavedOptimizer, SavedState, read_optimizer
-from fused_optim.checkpoint.reading.source import TensorInfo
-from fused_optim.checkpoint.storage.folders import PathLike
-from fused_optim.checkpoint.writing.entries import Entry, write_folder, write_safetensors
+from fused_optim.checkpoint.folders import PathLike
+from fused_optim.checkpoint.open import TensorInfo, open_checked
+from fused_optim.checkpoint.plan import NOT_SETTINGS, read_steps
 from fused_optim.formats.dtypes import as_dtype
 from fused_optim.formats.masters import Master
 from fused_optim.formats.states import STATE_FORMATS
@@ -35,8 +32,10 @@ from fused_optim.state.groups import DESCRIPTION, KEYED_BY_NAMES, saved_group
 from fused_optim.state.state_dict import Options, converted
 from fused_optim.state.torch_form import torch_group, torch_states, without_adamws_keys
 from fused_optim.tools.encoding import Encoded, Form, Place, forget, known_format
+from fused_optim.tools.entries import Entry, write_folder, write_safetensors
 from fused_optim.tools.names import LAYOUTS, STORED_MASTERS, Layout
 from fused_optim.tools.progress import progress
+from fused_optim.tools.saved_optimizer import SavedOptimizer, SavedState, read_optimizer
 from fused_optim.tools.torch_muon import is_muons, muon_group, muon_states, our_group
 
 

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_optim.checkpoint.reading.saved_optimizer import SavedState
-from fused_optim.checkpoint.reading.source import TensorInfo
-from fused_optim.checkpoint.writing.entries import Entry
+from fused_optim.checkpoint.open import TensorInfo
 from fused_optim.formats.masters import Master
 from fused_optim.formats.states import StateFormat, state_format
 from fused_optim.memory.layout import MASTER, StateLayout
 from fused_optim.rules import StateSpec
 from fused_optim.state.param_state import ParamState
+from fused_optim.tools.entries import Entry
 from fused_optim.tools.names import STATES
+from fused_optim.tools.saved_optimizer import SavedState
 
 Place = tuple[str, ...]  # in the state dict of the optimizer
 Form = Callable[[ParamState], Mapping[str, Any]]  # a parameter's states as state dicts have them

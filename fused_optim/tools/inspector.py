@@ -11,17 +11,17 @@ from typing import Any
 from torch import Tensor
 
 from fused_optim.adapters import adapter_of
-from fused_optim.checkpoint.reading.contents import NOT_SETTINGS, read_steps
-from fused_optim.checkpoint.reading.opening import open_checked
-from fused_optim.checkpoint.reading.saved_optimizer import SavedOptimizer, SavedTensor, pieces_of, read_optimizer
-from fused_optim.checkpoint.reading.source import Source
-from fused_optim.checkpoint.storage import checksums
-from fused_optim.checkpoint.storage.folders import PathLike, folder_at
+from fused_optim.checkpoint.folders import PathLike, folder_at
+from fused_optim.checkpoint.open import Source, open_checked
+from fused_optim.checkpoint.plan import NOT_SETTINGS, read_steps
+from fused_optim.checkpoint.verify import FILE as CHECKSUMS
+from fused_optim.checkpoint.verify import verify_checksums
 from fused_optim.memory.layout import MASTER
 from fused_optim.rules import known_states
 from fused_optim.state.groups import DESCRIPTION
 from fused_optim.state.summary import aligned, shown_bytes
 from fused_optim.tools.progress import progress
+from fused_optim.tools.saved_optimizer import SavedOptimizer, SavedTensor, pieces_of, read_optimizer
 from fused_optim.tools.values import Values
 
 PARAMETER = "parameter"
@@ -53,9 +53,9 @@ def inspect_checkpoint(path: PathLike, *, model: PathLike | None = None, values:
     """
     source = open_checked(path)
     optimizer = read_optimizer(source, None if model is None else open_checked(model))
-    summed = folder_at(path).size(checksums.FILE) is not None
+    summed = folder_at(path).size(CHECKSUMS) is not None
     if summed and values:
-        checksums.verify_checksums(path, no_dist=True)
+        verify_checksums(path, no_dist=True)
     report = Report(
         path=str(path),
         kind=source.kind,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fused_optim import FusedAdamW
 from fused_optim.checkpoint import Checkpointer
-from fused_optim.checkpoint.writing.archives import Archives
+from fused_optim.checkpoint.archives import Archives
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int16, torch.int64, torch.bool]
 DTYPES += [torch.float8_e4m3fn, torch.complex64, torch.float64]

@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,10 +19,10 @@ from torch.distributed.fsdp import fully_shard
 import distributed
 from fused_optim import FusedAdamW, load_optimizer_checkpoint
 from fused_optim.checkpoint import Checkpointer
-from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
-from fused_optim.checkpoint.reading.load import Loader
-from fused_optim.checkpoint.reading.model import ModelLoader
-from fused_optim.checkpoint.saves import BackgroundSaves, Save
+from fused_optim.checkpoint.load import Loader
+from fused_optim.checkpoint.open import DcpFolder
+from fused_optim.checkpoint.plan import ModelLoader
+from fused_optim.checkpoint.saves import BackgroundSaves
 
 
 def built() -> tuple[nn.Module, FusedAdamW]:
@@ -186,16 +187,19 @@ def test_on_object_stores_too() -> None:
 def saves_late(folder: str, count: int) -> tuple[list[int], int | None]:
     """The threads of earlier Checkpointers begin last, as those of a busy machine may."""
     model, optimizer = built()
-    run, begun = BackgroundSaves.run, threading.Event()
+    submit, begun = BackgroundSaves.submit, threading.Event()
 
-    def late(self: BackgroundSaves, save: Save) -> str | None:
-        if save.step == count:
-            begun.set()
-        assert begun.wait(20)
-        time.sleep(0.1 * (count - save.step))
-        return run(self, save)
+    def late(self: BackgroundSaves, pool: Executor, step: int, staged: Any) -> Any:
+        def wait_and(save: Callable[[], Any]) -> Any:
+            if step == count:
+                begun.set()
+            assert begun.wait(20)
+            time.sleep(0.1 * (count - step))
+            return save()
 
-    with mock.patch.object(BackgroundSaves, "run", late):
+        return submit(self, mock.Mock(submit=lambda save: pool.submit(wait_and, save)), step, staged)
+
+    with mock.patch.object(BackgroundSaves, "submit", late):
         checkpointer = None
         for step in range(1, count + 1):
             checkpointer = Checkpointer(model, optimizer, folder, keep=None, sigterm=False)

@@ -30,9 +30,9 @@ from fused_optim import (
     verify_checksums,
 )
 from fused_optim.checkpoint import Checkpointer
-from fused_optim.checkpoint.storage import checksums
-from fused_optim.checkpoint.storage.manifest import FILE as MANIFEST
-from fused_optim.checkpoint.writing.saver import Saver
+from fused_optim.checkpoint import verify as checksums
+from fused_optim.checkpoint.publish import MANIFEST
+from fused_optim.checkpoint.write import Saver
 from native_cases import build, tensors_of, train, trained
 from peers import FusedAdam
 from quantized_cases import Run as QuantizedRun
@@ -211,8 +211,8 @@ def test_others_read_it(tmp_path: Path) -> None:
 
 
 def test_large_states_have_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fused_optim.checkpoint.writing.writer._FILE_BYTES", 1 << 12)
-    monkeypatch.setattr("fused_optim.checkpoint.writing.writer.threads", lambda: 4)
+    monkeypatch.setattr("fused_optim.checkpoint.write._FILE_BYTES", 1 << 12)
+    monkeypatch.setattr("fused_optim.checkpoint.write.threads", lambda: 4)
     model, optimizer = trained(REM16, torch.int8)
     with Checkpointer(model, optimizer, tmp_path) as checkpointer:
         checkpointer.save(1)

@@ -28,10 +28,9 @@ import distributed
 import fresh
 from checkpoint_cases import kill_one_rank, wait_for
 from distributed import Workers
-from fused_optim.checkpoint import Checkpointer
-from fused_optim.checkpoint.storage import lock
-from fused_optim.checkpoint.storage.folders import LocalFolder
-from fused_optim.checkpoint.storage.manifest import FILE as MANIFEST
+from fused_optim.checkpoint import Checkpointer, lock
+from fused_optim.checkpoint.folders import LocalFolder
+from fused_optim.checkpoint.publish import MANIFEST
 from killed_cases import Loss, check_newest, sharded, step_sharded
 from native_cases import build, train, trained
 
@@ -336,7 +335,7 @@ def save_forever(folder: str, form: str) -> tuple[Any, int, list[int]]:
     loss = Loss()
     every = 3 if form == "terminated" else None
     form = "native" if form == "terminated" else form
-    options = {"format": form, "keep": 2, "extra": {"loss": loss}, "every": every}
+    options = {"format": form, "keep": 2, "extra": {"loss": loss}, "every": every, "sigterm": True}
     step = 0
     try:
         with Checkpointer(model, optimizer, folder, **options) as checkpointer:
@@ -394,7 +393,7 @@ from fused_optim.checkpoint import Checkpointer, termination
 param = torch.nn.Parameter(torch.ones(8))
 model = torch.nn.ParameterList([param])
 optimizer = FusedAdam(model.parameters())
-with Checkpointer(model, optimizer, sys.argv[1], every=1000) as checkpointer:
+with Checkpointer(model, optimizer, sys.argv[1], every=1000, sigterm=True) as checkpointer:
     for step in range(1, 6):
         param.grad = torch.ones(8)
         optimizer.step()

@@ -13,7 +13,7 @@ import cases
 from distributed import assert_same
 from fused_optim import FusedAdam
 from fused_optim.checkpoint import Checkpointer
-from fused_optim.checkpoint.reading import reader
+from fused_optim.checkpoint import read as reader
 from fused_optim.memory import host_memory
 from native_cases import build, tensors_of, train, trained
 

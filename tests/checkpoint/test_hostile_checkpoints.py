@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import shutil
-import tracemalloc
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import metadata as of_torch
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
@@ -36,11 +36,10 @@ from fused_optim import (
     verify_checksums,
     write_checksums,
 )
-from fused_optim.checkpoint.reading.opening import open_checked
-from fused_optim.checkpoint.storage import manifest
-from fused_optim.checkpoint.storage.folders import folder_at
-from fused_optim.checkpoint.storage.metadata import read_metadata
-from fused_optim.checkpoint.storage.pickles import read_pickle, stand_in
+from fused_optim.checkpoint import publish as manifest
+from fused_optim.checkpoint.folders import folder_at
+from fused_optim.checkpoint.metadata import read_metadata
+from fused_optim.checkpoint.open import open_checked
 from fused_optim.quantized import load_quantized_safetensors, save_quantized_safetensors
 from fused_optim.sharding.model_files import INDEX, SINGLE, numbered_files
 from native_cases import build, trained
@@ -191,21 +190,24 @@ class Beyond(Metadata):
 
 # What is changed in the metadata, and what is said of it. Integers are as large as pickles make them with few bytes.
 HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a size of objects": (lambda m: setattr(tensor_of(m), "size", Call(torch.Size, (1, "2"))), "found str"),
+    "a size of objects": (lambda m: setattr(tensor_of(m), "size", Call(torch.Size, (1, "2"))), "item 1 is 'str'"),
     "a size of a size": (
         lambda m: setattr(tensor_of(m), "size", Call(torch.Size, (place_of(m),))),
-        "found _StorageInfo",
+        "item 0 is '_StorageInfo'",
     ),
-    "a size without arguments": (lambda m: setattr(tensor_of(m), "size", Call(torch.Size)), "expected torch.Size"),
+    "a size without arguments": (
+        lambda m: setattr(tensor_of(m), "size", Call(torch.Size)),
+        "a part has 4 dims, the tensor has 0",
+    ),
     "an attribute of a class": (
         lambda m: setattr(tensor_of(m), "properties", stated_properties(None, Call(getattr, Metadata, "__init__"))),
-        "expected _MEM_FORMAT_ENCODING, found getattr",
+        "it reads an attribute",
     ),
     "an attribute that is no member": (
         lambda m: setattr(
             tensor_of(m), "properties", stated_properties(None, Call(getattr, _MEM_FORMAT_ENCODING, "mro"))
         ),
-        "_MEM_FORMAT_ENCODING knows no such value",
+        "memory format mro is unknown",
     ),
     "an attribute of an attribute": (
         lambda m: setattr(
@@ -213,11 +215,11 @@ HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
             "properties",
             stated_properties(None, Call(getattr, Call(getattr, _MEM_FORMAT_ENCODING, "mro"), "x")),
         ),
-        "expected _MEM_FORMAT_ENCODING, found getattr",
+        "memory format mro is unknown",
     ),
     "a negative size": (lambda m: setattr(tensor_of(m), "size", torch.Size([-1, 256])), "from 0 to 2"),
     "a size beyond 64 bits": (lambda m: setattr(tensor_of(m), "size", Call(torch.Size, (2**63, 1))), "from 0 to 2"),
-    "an integer of a kilobyte": (lambda m: setattr(place_of(m), "offset", 1 << 8000), "code 0x8b"),
+    "an integer of a kilobyte": (lambda m: setattr(place_of(m), "offset", 1 << 8000), "from 0 to 2"),
     "a bool as a number": (lambda m: setattr(place_of(m), "length", True), "found bool"),
     "bytes": (lambda m: setattr(place_of(m), "relative_path", b"x" * 1000), "found bytes"),
     "a negative offset": (lambda m: setattr(place_of(m), "offset", -5), "from 0 to 2"),
@@ -241,28 +243,23 @@ HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
                 TensorProperties, state=(torch.int8, Call(torch.serialization._get_layout, "os"), False, None, False)
             )
         ),
-        "knows no such value",
-    ),
-    "strides that are no numbers": (
-        lambda m: vars(tensor_of(m)).update(properties=stated_properties(("1",))),
-        "a stride of .*: expected a number from 0 to 2",
-    ),
-    "strides that are no tuple": (
-        lambda m: vars(tensor_of(m)).update(properties=stated_properties(5)),
-        "the strides of .*: expected a tuple, found int",
+        "layout os is unknown",
     ),
     "an attribute that has no name": (
         lambda m: vars(m).update({5: None}),
-        "the name of an attribute: expected a text, found int.*damaged",
+        "the name of an attribute: expected str, found int.*damaged",
     ),
     "arguments": (
         lambda m: m.state_dict_metadata.update(x=Call(TensorStorageMetadata, *[place_of(m)] * 3)),
-        "expected TensorStorageMetadata",
+        "takes 1 positional argument but 4",
     ),
-    "a class as a value": (lambda m: m.state_dict_metadata.update(x=TensorStorageMetadata), "found type"),
-    "a state that sets attributes": (lambda m: m.state_dict_metadata.update(x=Beyond({})), "found Metadata"),
-    "a key that is none": (lambda m: m.state_dict_metadata.update({5: BytesStorageMetadata()}), "expected a text"),
-    "a path that is none": (lambda m: m.planner_data.update(x=(place_of(m),)), "expected a tuple of names"),
+    "a class as a value": (lambda m: m.state_dict_metadata.update(x=TensorStorageMetadata), "found _Fixed"),
+    "a state that sets attributes": (
+        lambda m: m.state_dict_metadata.update(x=Beyond({})),
+        "takes 1 positional argument but 2",
+    ),
+    "a key that is none": (lambda m: m.state_dict_metadata.update({5: BytesStorageMetadata()}), "a key: expected str"),
+    "a path that is none": (lambda m: m.planner_data.update(x=(place_of(m),)), "expected names and numbers"),
     "places of what is not there": (
         lambda m: m.storage_data.update({MetadataIndex("nothing"): place_of(m)}),
         "it says where nothing is stored",
@@ -286,59 +283,28 @@ def test_hostile_metadata_is_refused(change: Callable[[Any], Any], message: str,
             entry(checkpoint)
 
 
-class Naming(pickle.Pickler):
-    """Refers to a text by a persistent id."""
-
-    def persistent_id(self, obj: Any) -> Any:
-        return ("storage", 5) if type(obj) is str and obj == "1.0.0" else None
-
-
 def test_objects_outside_are_not_looked_for(checkpoint: Path) -> None:
-    metadata, stream = pickle.loads((checkpoint / ".metadata").read_bytes()), io.BytesIO()
-    metadata.version = "1.0.0"
-    Naming(stream).dump(metadata)
-    (checkpoint / ".metadata").write_bytes(stream.getvalue())
-    with pytest.raises(ValueError, match="its version: expected a text, found Outside"):
-        read_metadata(folder_at(checkpoint))
-
-
-# A few bytes that make Python's unpickler reserve up to all memory, by numbers that they only state.
-BOMBS = {
-    "a number for a value": b"\x80\x04Nr\xff\xff\xff\x7f.",
-    "an array of bytes": b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b".",
-    "a long integer": b"\x80\x02\x8b\xff\xff\xff\x7f.",
-    "a long text": b"\x80\x04\x8d" + (1 << 40).to_bytes(8, "little") + b".",
-    "a text beyond the end": b"\x80\x04X\xff\xff\xff\x7f.",
-    "bytes beyond the end": b"\x80\x04B\xff\xff\xff\x7f.",
-    "many bytes": b"\x80\x04\x8e" + (1 << 40).to_bytes(8, "little") + b".",
-    "a frame beyond the end": b"\x80\x04\x95" + (1 << 62).to_bytes(8, "little") + b".",
-    "nothing": b"\x80\x04.",
-}
-
-
-@pytest.mark.parametrize("content", BOMBS.values(), ids=BOMBS)
-def test_a_few_bytes_reserve_no_memory(content: bytes, checkpoint: Path) -> None:
-    (checkpoint / ".metadata").write_bytes(content)
-    tracemalloc.start()
+    """A pickle may refer to what is beside it, by any key."""
+    (checkpoint / ".metadata").write_bytes(b"\x80\x04\x8c\x07storageQ.")
     with pytest.raises(ValueError, match=r"\.metadata cannot be read"):
         read_metadata(folder_at(checkpoint))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 1 << 20
 
 
-def test_stand_ins_stay_as_they_are() -> None:
-    """Of one file, for the next one."""
-    names = {("a", "B"): stand_in("B")}
-    before = dict(vars(names["a", "B"]))
-    hostile = [
-        b"\x80\x04\x8c\x01a\x8c\x01B\x93N}\x8c\x01xK\x01s\x86b.",  # sets an attribute of the class
-        b"\x80\x04\x8c\x01a\x8c\x01B\x93)\x81N}\x8c\x0c__setstate__K\x01s\x86bK\x02b.",  # and of an object, twice
-    ]
-    with pytest.raises(ValueError, match="it is damaged"):
-        read_pickle(hostile[0], names)
-    assert read_pickle(hostile[1], names) == [(), (None, [("__setstate__", 1)]), 2]
-    assert dict(vars(names["a", "B"])) == before
+def test_a_file_that_is_too_large_is_not_read(checkpoint: Path) -> None:
+    os.truncate(checkpoint / ".metadata", 1 << 34)  # of which the disk keeps nothing
+    with pytest.raises(ValueError, match=r"expected \d+ bytes at most, found 17179869184"):
+        read_metadata(folder_at(checkpoint))
+
+
+@pytest.mark.parametrize("name", ["Metadata", "MetadataIndex", "TensorProperties"])
+def test_classes_stay_as_they_are(name: str, checkpoint: Path) -> None:
+    """A pickle can set attributes of any class that it may name; torch's are everybody's in this process."""
+    module = b"torch.distributed.checkpoint.metadata"
+    named = b"\x8c" + bytes([len(module)]) + module + b"\x8c" + bytes([len(name)]) + name.encode() + b"\x93"
+    (checkpoint / ".metadata").write_bytes(b"\x80\x04" + named + b"N}\x8c\x01xK\x01s\x86b.")
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_metadata(folder_at(checkpoint))
+    assert not hasattr(getattr(of_torch, name), "x")
 
 
 def test_archives_that_grow_are_refused(tmp_path: Path) -> None:
@@ -367,20 +333,20 @@ def test_hostile_manifests_are_refused(change: dict[str, Any], message: str, che
     folder = folder_at(checkpoint)
     sums, files = (
         manifest.crc_of_checksums(folder),
-        {name: size for name, size in folder.sizes().items() if name != manifest.FILE},
+        {name: size for name, size in folder.sizes().items() if name != manifest.MANIFEST},
     )
     found = manifest.Manifest(1, 1, 1, None, {}, files, sums)
-    manifest.write(folder, found)
-    assert manifest.read(folder) == found
-    content = json.loads((checkpoint / manifest.FILE).read_text()) | change
+    manifest.write_manifest(folder, found)
+    assert manifest.read_manifest(folder) == found
+    content = json.loads((checkpoint / manifest.MANIFEST).read_text()) | change
     del content["crc"]
     content["crc"] = f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
-    (checkpoint / manifest.FILE).write_text(json.dumps(content))
+    (checkpoint / manifest.MANIFEST).write_text(json.dumps(content))
     with pytest.raises(ValueError, match=message):
-        manifest.read(folder)
-    (checkpoint / manifest.FILE).write_text("[" * 100_000)
+        manifest.read_manifest(folder)
+    (checkpoint / manifest.MANIFEST).write_text("[" * 100_000)
     with pytest.raises(ValueError, match="cannot be read"):
-        manifest.read(folder)
+        manifest.read_manifest(folder)
 
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "folder/other.safetensors"])
@@ -444,7 +410,7 @@ def test_parts_that_overlap_leave_elements_out(second: int, whole: bool, tmp_pat
             open_checked(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", pickle.dumps({}), pickle.dumps(Metadata({}))])
+@pytest.mark.parametrize("content", [b"", b"\x80\x04.", pickle.dumps({}), pickle.dumps(Metadata({}))])
 def test_what_is_no_metadata(content: bytes, checkpoint: Path) -> None:
     (checkpoint / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match="cannot be read"):

@@ -19,7 +19,7 @@ import pytest
 import distributed
 from checkpoint_cases import kill_one_rank
 from fused_optim.checkpoint import Checkpointer
-from fused_optim.checkpoint.storage.manifest import FILE as MANIFEST
+from fused_optim.checkpoint.publish import MANIFEST
 from killed_cases import Loss, check_newest, sharded, step_sharded
 
 pytest.importorskip("s3fs")

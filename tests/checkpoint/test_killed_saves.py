@@ -25,7 +25,7 @@ import distributed
 from checkpoint_cases import kill_one_rank
 from distributed import Part, assert_same, join_all, part, shard_like
 from fused_optim import FusedAdamW, load_optimizer_checkpoint, write_checksums
-from fused_optim.checkpoint.storage import checksums
+from fused_optim.checkpoint import verify as checksums
 
 pytestmark = pytest.mark.long
 KILLS = int(os.environ.get("FUSED_OPTIM_TEST_KILLS", "2"))

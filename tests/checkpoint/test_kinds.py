@@ -26,9 +26,10 @@ from checkpoint_cases import values
 from distributed import Part, assert_same, join_all, part, same_bits, shard_like
 from fused_optim import FusedAdamW, FusedLion
 from fused_optim.checkpoint import Checkpointer
-from fused_optim.checkpoint.storage import checksums, manifest
-from fused_optim.checkpoint.storage.folders import folder_at
-from fused_optim.checkpoint.storage.manifest import Manifest
+from fused_optim.checkpoint import publish as manifest
+from fused_optim.checkpoint import verify as checksums
+from fused_optim.checkpoint.folders import folder_at
+from fused_optim.checkpoint.publish import Manifest
 from fused_optim.sharding.collective import RaisedElsewhere
 from fused_optim.sharding.dtensor import local_tensor
 from pairwise import each_once
@@ -229,7 +230,7 @@ def check_resumed(kind: str, form: str, ranks: tuple[int, int], used: bool, entr
 )
 def test_resumed_runs(kind: str, form: str, ranks: tuple[int, int], tmp_path: Path) -> None:
     results = check_resumed(kind, form, ranks, ranks[0] == 2, ranks[0] == 3, tmp_path)
-    found = json.loads((tmp_path / f"step-{SAVED_AT:08d}" / manifest.FILE).read_text())
+    found = json.loads((tmp_path / f"step-{SAVED_AT:08d}" / manifest.MANIFEST).read_text())
     assert (found["form"], found.get("optimizer", "adam")) == (form, kind)
     assert set(found["formats"]) == ({"exp_avg"} if kind == "lion" else {"exp_avg", "exp_avg_sq"})
     for _, report in results:
@@ -261,7 +262,7 @@ def save_by_torch(kind: str, folder: str, named: bool = False) -> None:
         checksums.write_checksums(str(place))
         if torch.distributed.get_rank() == 0:
             sums, ranks = manifest.crc_of_checksums(place), torch.distributed.get_world_size()
-            manifest.write(place, Manifest(SAVED_AT, 1, ranks, None, {}, place.sizes(), sums, optimizer=kind))
+            manifest.write_manifest(place, Manifest(SAVED_AT, 1, ranks, None, {}, place.sizes(), sums, optimizer=kind))
         torch.distributed.barrier()
 
 
@@ -323,10 +324,10 @@ def without_kind(saved: str, folder: str) -> None:
     save(saved, folder)
     if torch.distributed.get_rank() == 0:
         place = folder_at(f"{folder}/step-{SAVED_AT:08d}")
-        found = manifest.read(place)
+        found = manifest.read_manifest(place)
         assert found.optimizer == (None if saved == "adam" else saved)
-        manifest.write(place, replace(found, optimizer=None, form=found.form if saved == "adam" else None))
-        assert "optimizer" not in json.loads(place.read(manifest.FILE))
+        manifest.write_manifest(place, replace(found, optimizer=None, form=found.form if saved == "adam" else None))
+        assert "optimizer" not in json.loads(place.read(manifest.MANIFEST))
     torch.distributed.barrier()
     left_alone(saved, folder, False, None)
     if saved == "adam":
@@ -344,9 +345,9 @@ def test_older_checkpoints_do_not_name_it(saved: str, tmp_path: Path) -> None:
 def test_what_is_no_name_is_damage(tmp_path: Path) -> None:
     distributed.run(1, save, "adam", str(tmp_path))
     place = folder_at(tmp_path / f"step-{SAVED_AT:08d}")
-    manifest.write(place, replace(manifest.read(place), optimizer=["x"]))  # type: ignore[arg-type]
+    manifest.write_manifest(place, replace(manifest.read_manifest(place), optimizer=["x"]))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="is damaged: expected the name of an optimizer"):
-        manifest.read(place)
+        manifest.read_manifest(place)
 
 
 @pytest.mark.parametrize("kinds", [("lion", "adam"), ("adam", "lion")], ids=str)
@@ -404,3 +405,16 @@ def stages(kind: str, folder: str) -> None:
 @pytest.mark.parametrize("kind", OURS)
 def test_stages(kind: str, tmp_path: Path) -> None:
     distributed.run(2, stages, kind, str(tmp_path))
+
+
+def test_saves_change_no_option(tmp_path: Path) -> None:
+    """Hooks of state dicts see the options that the user has set, during a save, too."""
+    layer = nn.Linear(4, 4)
+    optimizer = FusedAdamW(layer.parameters(), checkpoint_device="cpu")
+    optimizer.initialize_state()
+    seen = []
+    optimizer.register_state_dict_pre_hook(lambda each: seen.append((each.checkpoint_format, each.checkpoint_device)))
+    with Checkpointer(layer, optimizer, tmp_path) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.save(2)
+    assert seen == [("unscaled", "cpu")] * 2

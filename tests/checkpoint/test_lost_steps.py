@@ -36,10 +36,11 @@ import distributed
 import fresh
 from checkpoint_cases import wait_for
 from fused_optim import FusedAdamW, load_optimizer_checkpoint, verify_checksums
-from fused_optim.checkpoint import Checkpointer, extras
-from fused_optim.checkpoint.storage import checksums, lock, manifest, metadata
-from fused_optim.checkpoint.storage.folders import LocalFolder, RemoteFolder, folder_at
-from fused_optim.checkpoint.storage.manifest import FILE as MANIFEST
+from fused_optim.checkpoint import Checkpointer, extras, lock, metadata
+from fused_optim.checkpoint import publish as manifest
+from fused_optim.checkpoint import verify as checksums
+from fused_optim.checkpoint.folders import LocalFolder, RemoteFolder, folder_at
+from fused_optim.checkpoint.publish import MANIFEST
 from fused_optim.tools.inspector import inspect_checkpoint
 from native_cases import build, train, trained
 
@@ -194,7 +195,7 @@ def newer_torch(folder: Path) -> None:
     del found["crc"], found["version"]
     place = LocalFolder(folder)
     found |= {"files": place.sizes(), "checksums": manifest.crc_of_checksums(place)}
-    manifest.write(place, manifest.Manifest(**found))
+    manifest.write_manifest(place, manifest.Manifest(**found))
 
 
 @pytest.mark.parametrize("change, match", [(newer_manifest, "update fused_optim"), (newer_torch, "by a newer torch")])
@@ -533,7 +534,7 @@ import torch
 import torch.distributed as dist
 from fused_optim import FusedAdamW, load_optimizer_checkpoint, verify_checksums
 from fused_optim.checkpoint import Checkpointer, extras
-from fused_optim.checkpoint.writing.saver import Saver
+from fused_optim.checkpoint.write import Saver
 
 folder, how = sys.argv[1:]
 if "ranks" in how:
@@ -542,7 +543,7 @@ if "ranks" in how:
 
 def made(name, **options):
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(8, 128)) for _ in range(20)])
-    return Checkpointer(model, FusedAdamW(model.parameters()), f"{folder}/{name}", **options)
+    return Checkpointer(model, FusedAdamW(model.parameters()), f"{folder}/{name}", **{"sigterm": True, **options})
 
 
 save = Saver.save
@@ -647,7 +648,7 @@ def destroy_before_the_end(folder: str, when: str) -> str:
     optimizer = FusedAdamW(model.parameters())
     checkpointer = Checkpointer(model, optimizer, folder, sigterm=False)
     reached, go = Path(folder) / "reached", threading.Event()
-    method = {"at first": "_begin", "in the middle": "_write_draft"}[when]
+    method = {"at first": "_save", "in the middle": "_add_extras"}[when]
     saves = checkpointer._background
     own = getattr(saves, method)
 

@@ -15,9 +15,8 @@ import torch
 
 import cases
 import fresh
-from fused_optim.checkpoint import Checkpointer
-from fused_optim.checkpoint.storage import folders
-from fused_optim.checkpoint.storage.folders import folder_at
+from fused_optim.checkpoint import Checkpointer, folders
+from fused_optim.checkpoint.folders import folder_at
 from native_cases import build, train, trained
 from pairwise import each_once
 

@@ -15,8 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import distributed
 from fused_optim import FusedAdamW
 from fused_optim.checkpoint import Checkpointer
-from fused_optim.checkpoint.writing.planner import Planner
-from fused_optim.checkpoint.writing.saver import Saver
+from fused_optim.checkpoint.write import Planner, Saver
 from fused_optim.quantized import Float8BlockScaling, MXFP8BlockScaling, quantize_model_
 from pairwise import pairwise
 

@@ -17,11 +17,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import distributed
 from distributed import same_bits
-from fused_optim.checkpoint.reading import reader as reading
-from fused_optim.checkpoint.storage import folders
-from fused_optim.checkpoint.storage.folders import LocalFolder, folder_at
-from fused_optim.checkpoint.storage.metadata import read_metadata
-from fused_optim.checkpoint.storage.threads import done_by
+from fused_optim.checkpoint import folders
+from fused_optim.checkpoint import read as reading
+from fused_optim.checkpoint.folders import LocalFolder, done_by, folder_at
+from fused_optim.checkpoint.metadata import read_metadata
 from fused_optim.memory import host_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.save in one process

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fused_optim.checkpoint.storage.threads import done_by
+from fused_optim.checkpoint.folders import done_by
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 5000])
@@ -53,7 +53,7 @@ def test_nothing_begins_after_an_interrupt() -> None:
 
 
 def test_threads_share_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fused_optim.checkpoint.storage.threads.threads_to_read", lambda: 3)
+    monkeypatch.setattr("fused_optim.checkpoint.folders.threads_to_read", lambda: 3)
     barrier = threading.Barrier(3, timeout=30)  # which nobody passes alone
     with ThreadPoolExecutor(3) as pool:
         done_by(pool, lambda _: barrier.wait(), range(6))

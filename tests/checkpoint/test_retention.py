@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import fsspec
 import pytest
@@ -15,11 +15,8 @@ from hypothesis import strategies as st
 
 import cases
 from fused_optim.checkpoint import Checkpointer
-from fused_optim.checkpoint.storage import manifest
-from fused_optim.checkpoint.storage.directory import ListedCheckpoint
-from fused_optim.checkpoint.storage.folders import LocalFolder, folder_at
-from fused_optim.checkpoint.storage.manifest import Manifest
-from fused_optim.checkpoint.storage.retention import Retention
+from fused_optim.checkpoint.folders import LocalFolder, folder_at
+from fused_optim.checkpoint.publish import CheckpointDirectory, ListedCheckpoint, Manifest
 from native_cases import trained
 
 
@@ -60,42 +57,6 @@ def test_what_stays(options: dict[str, Any], kept: list[int], folder: Any) -> No
     assert opened(folder).load_latest() == 8
 
 
-def test_checkpoints_of_earlier_versions(folder: Any) -> None:
-    """Their manifests may have metrics. What they have pinned stays as long as the file is there that says so."""
-    checkpointer = opened(folder, keep=1)
-    save(checkpointer, [1])
-    place = folder_at(checkpointer.path(1))
-    checkpointer.close()
-    content = json.loads(place.read(manifest.FILE)) | {"metrics": {"loss": 0.5}}
-    del content["crc"]
-    place.write(manifest.FILE, json.dumps(content | {"crc": manifest._crc(content)}).encode())
-    place.write("fused_optim_pinned", b"")
-    checkpointer = opened(folder, keep=1)
-    assert checkpointer.load_latest() == 1
-    save(checkpointer, [2, 3])
-    assert checkpointer.steps() == [3, 1]
-    place.remove("fused_optim_pinned")
-    save(checkpointer, [4])
-    assert checkpointer.steps() == [4]
-
-
-def test_what_was_removed(tmp_path: Path) -> None:
-    checkpointer: Any = opened(tmp_path)
-    calls = (
-        lambda: opened(tmp_path, keep_best=("loss", 3)),
-        lambda: checkpointer.save(1, metrics={"loss": 0.5}),
-        lambda: checkpointer.pin(1),
-    )
-    for call in calls:
-        with pytest.raises(
-            TypeError, match=r"removed.*: copy a checkpoint that is to stay to another folder, or use keep_every"
-        ):
-            call()
-    with pytest.raises(TypeError, match=r"unpin was removed: remove the folder path\(1\)"):
-        checkpointer.unpin(1)
-    assert not list(tmp_path.iterdir())
-
-
 def found(name: str, step: int, number: int) -> ListedCheckpoint:
     return ListedCheckpoint(name, step, Manifest(step, number, 1, None, {}, {}, ""))
 
@@ -108,7 +69,11 @@ def found(name: str, step: int, number: int) -> ListedCheckpoint:
 def test_the_rule(steps: list[int], newest: int | None, every: int | None) -> None:
     """Against the words: of every step the last attempt; of these the newest, and the multiples."""
     written = [found(f"{step}.{number}", step, number) for number, step in enumerate(steps)]
-    kept = Retention.checked(newest, every).keeps(written[::-1])
+    directory = CheckpointDirectory(folder_at("memory://rule"), newest, every)
+    removed: list[str] = []
+    with mock.patch.multiple(directory, _remove=removed.append, _check_owner=lambda: None):
+        directory._prune(written[::-1])
+    kept = {each.name for each in written} - {*removed}
     last = {each.step: each for each in written}
     order = [step for i, step in reversed(list(enumerate(steps))) if step not in steps[i + 1 :]]
     expected = {*order[:newest], *(step for step in order if every and step % every == 0)}

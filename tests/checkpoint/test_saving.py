@@ -17,11 +17,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import distributed
 from distributed import same_bits
-from fused_optim.checkpoint.storage.checksums import verify_items, write_file
-from fused_optim.checkpoint.storage.folders import folder_at
-from fused_optim.checkpoint.writing.planner import Planner, layout_of
-from fused_optim.checkpoint.writing.saver import Saver
-from fused_optim.checkpoint.writing.writer import Writer
+from fused_optim.checkpoint.folders import folder_at
+from fused_optim.checkpoint.verify import verify_items, write_file
+from fused_optim.checkpoint.write import Planner, Saver, Writer, layout_of
 from fused_optim.sharding.dtensor import local_tensor, set_chunks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -19,8 +19,8 @@ from checkpoint_cases import Run
 from distributed import assert_same, same_bits
 from fused_optim import FusedAdam, FusedLion
 from fused_optim.checkpoint import PinnedStager
-from fused_optim.checkpoint.writing import staging
-from fused_optim.checkpoint.writing.staging import _is_captured, _memory_of, _Sources
+from fused_optim.checkpoint import stage as staging
+from fused_optim.checkpoint.stage import _is_captured, _memory_of, _Sources
 from fused_optim.memory import host_memory
 from fused_optim.memory.host_memory import HostBuffers
 from fused_optim.quantized import QuantizedTensor
@@ -220,7 +220,7 @@ def test_memory_of_inference_mode_serves_others() -> None:
 def test_memory_is_allocated_before_the_first_save(monkeypatch: pytest.MonkeyPatch) -> None:
     stager, state = PinnedStager(), {"x": torch.ones(5000), "y": [torch.ones(3)]}
     stager.prepare(state).result()
-    monkeypatch.setattr("fused_optim.checkpoint.writing.staging.HostBuffers", None)
+    monkeypatch.setattr("fused_optim.checkpoint.stage.HostBuffers", None)
     assert torch.equal(stager.stage(state).result()["x"], state["x"])
     with pytest.raises(TypeError):  # of another size
         stager.stage({"x": torch.ones(5001)})

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 import distributed
 from fused_optim import FusedAdamW
 from fused_optim.checkpoint import Checkpointer
-from fused_optim.checkpoint.storage.nested import assembled, flat
+from fused_optim.checkpoint.open import assembled, flat
 from pairwise import pairwise
 
 VALUES: dict[str, Any] = {

@@ -17,11 +17,11 @@ import torch
 import cases
 import fresh
 from checkpoint_cases import wait_for
-from fused_optim.checkpoint import Checkpointer
+from fused_optim.checkpoint import Checkpointer, lock
+from fused_optim.checkpoint import verify as checksums
+from fused_optim.checkpoint.folders import Folder, folder_at
+from fused_optim.checkpoint.lock import Lock
 from fused_optim.checkpoint.saves import BackgroundSaves
-from fused_optim.checkpoint.storage import checksums, lock
-from fused_optim.checkpoint.storage.folders import Folder, folder_at
-from fused_optim.checkpoint.storage.lock import Lock
 from native_cases import trained
 
 ELSEWHERE = {"host": "node7", "boot": "another", "pid": 1}
@@ -118,8 +118,8 @@ def test_a_run_that_was_silent_changes_nothing(when: str, folder: Folder, monkey
         return do(*args, **kwargs)
 
     if when == "between saves":
-        do: Any = BackgroundSaves._begin
-        monkeypatch.setattr(BackgroundSaves, "_begin", stopped)
+        do: Any = BackgroundSaves._save
+        monkeypatch.setattr(BackgroundSaves, "_save", stopped)
     elif when == "while it writes":
         do = checksums.write_file
         monkeypatch.setattr(checksums, "write_file", stopped)
@@ -225,7 +225,7 @@ import os, sys
 import torch
 from fused_optim import FusedAdamW
 from fused_optim.checkpoint import Checkpointer
-from fused_optim.checkpoint.storage import lock
+from fused_optim.checkpoint import lock
 lock.BEAT, lock.SILENCE, lock.LOOK = 0.05, 0.5, 0.05
 def made():
     torch.manual_seed(0)

@@ -21,12 +21,11 @@ import cases
 import distributed
 from fused_optim import FusedAdamW
 from fused_optim.checkpoint import Checkpointer
-from fused_optim.checkpoint.reading.load import Loader
-from fused_optim.checkpoint.reading.reader import Reader
-from fused_optim.checkpoint.storage import checksums
-from fused_optim.checkpoint.storage.checksums import FILE
-from fused_optim.checkpoint.storage.folders import _KeptOpen
-from fused_optim.checkpoint.storage.threads import threads_to_read
+from fused_optim.checkpoint import verify as checksums
+from fused_optim.checkpoint.folders import _KeptOpen, threads_to_read
+from fused_optim.checkpoint.load import Loader
+from fused_optim.checkpoint.read import Reader
+from fused_optim.checkpoint.verify import FILE
 from killed_cases import Loss, sharded, step_sharded
 from native_cases import build, stored, train, trained
 
@@ -263,6 +262,19 @@ def test_python_collects_no_garbage_meanwhile(fails: bool, tmp_path: Path) -> No
     else:
         checkpointer.load_latest()
     assert enabled == [False] and gc.isenabled()
+
+
+def test_only_the_callers_thread_pauses_the_garbage_collector(tmp_path: Path) -> None:
+    """Threads that wrote would switch on what a loop that collects by hand has switched off."""
+    model, optimizer = trained(REM16, torch.int8)
+    threads: set[threading.Thread] = set()
+    note = mock.Mock(side_effect=lambda: threads.add(threading.current_thread()))
+    opened = Checkpointer(model, optimizer, tmp_path, sigterm=False)
+    with mock.patch.multiple(gc, disable=note), opened as checkpointer:
+        checkpointer.save(2)
+        checkpointer.wait()
+        checkpointer.load_latest()
+    assert threads == {threading.current_thread()}
 
 
 def test_verification_alone_names_all_that_differs(tmp_path: Path) -> None:

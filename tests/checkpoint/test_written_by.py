@@ -20,9 +20,9 @@ import written_cases as written
 from distributed import Part, join_all, part, same_bits
 from fused_optim import FusedAdam, load_optimizer_checkpoint, verify_checksums
 from fused_optim.checkpoint import Checkpointer
-from fused_optim.checkpoint.reading.reader import load
-from fused_optim.checkpoint.storage.folders import folder_at
-from fused_optim.checkpoint.storage.metadata import read_metadata
+from fused_optim.checkpoint.folders import folder_at
+from fused_optim.checkpoint.metadata import read_metadata
+from fused_optim.checkpoint.read import load
 from fused_optim.tools.conversion import convert_checkpoint
 from fused_optim.tools.inspector import inspect_checkpoint
 

@@ -24,10 +24,10 @@ from checkpoint_cases import STAGERS, WAYS, let_write, start_save
 from distributed import Part, assert_same, join_all, long, on_each_device
 from fused_optim import FusedAdamW, export_optimizer_checkpoint, load_optimizer_checkpoint, save_master_safetensors
 from fused_optim.checkpoint import Checkpointer
-from fused_optim.checkpoint.reading import reader
-from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
-from fused_optim.checkpoint.storage import threads
-from fused_optim.checkpoint.storage.folders import folder_at
+from fused_optim.checkpoint import folders as threads
+from fused_optim.checkpoint import read as reader
+from fused_optim.checkpoint.folders import folder_at
+from fused_optim.checkpoint.open import DcpFolder
 from fused_optim.memory.layout import MASTER
 from fused_optim.quantized import QuantizedTensor, finish_initialization, quantize_model_
 from fused_optim.quantized.tensor import operations

@@ -27,7 +27,7 @@ from foreign_cases import SETTINGS, build, groups_of, train
 from fused_optim import load_optimizer_checkpoint, save_master_safetensors, verify_checksums
 from fused_optim.__main__ import main
 from fused_optim.checkpoint import Checkpointer
-from fused_optim.checkpoint.reading.opening import open_checked
+from fused_optim.checkpoint.open import open_checked
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 from fused_optim.tools.conversion import convert_checkpoint
 from native_cases import NativeRun

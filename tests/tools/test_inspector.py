@@ -365,14 +365,14 @@ SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "newer torch": (lambda path: rewrite(path, lambda m: setattr(m, "version", "2.0.0")), "found 2.0.0: update torch"),
     "newer states": (newer_states, "has version 2, this fused_optim reads versions up to 1"),
-    "another class": (lambda path: (path / ".metadata").write_bytes(pickle.dumps({"a": 1})), "does not describe"),
+    "another class": (lambda path: (path / ".metadata").write_bytes(pickle.dumps({"a": 1})), "expected Metadata"),
     "outside": (lie(lambda entry: setattr(entry.chunks[0], "sizes", torch.Size([9, 256]))), "outside of the tensor"),
     "huge": (lie(grow), r"bytes of __0_0.distcp cannot hold \(7, 1000000000000000\)"),
     "another dtype": (
         lie(lambda entry: setattr(entry.properties, "dtype", torch.int16)),
         r"expected torch.int16 \(7, 256\), found torch.int8 \(7, 256\)",
     ),
-    "not a list": (lie(lambda entry: setattr(entry, "chunks", 3)), "expected a list, found int"),
+    "not a list": (lie(lambda entry: setattr(entry, "chunks", 3)), "expected list, found int"),
     "elements missing": (
         lie(lambda entry: setattr(entry, "size", torch.Size([8, 256]))),
         "each of its 2048 elements once",

@@ -12,15 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_optim.optional import optional
 from fused_optim.quantized.files import layouts
 from fused_optim.quantized.model import finish_initialization
 from fused_optim.quantized.tensor import QuantizedTensor
 from fused_optim.sharding.collective import on_all_ranks
 from fused_optim.sharding.dtensor import local_tensor, placed_part, rewrap_like
-from fused_optim.sharding.model_files import INDEX, SINGLE, read_index
+from fused_optim.sharding.model_files import INDEX, SINGLE, open_safetensors, read_index
 from fused_optim.sharding.model_tensors import FileTensors, file_tensors, linear_experts, tensor_names
-from fused_optim.wire.safetensors import open_file
 
 
 @torch.no_grad()
@@ -181,28 +179,19 @@ def _placed(source: QuantizedTensor, like: Tensor) -> Tensor | None:
 @contextmanager
 def _opened(path: Path, doing: str) -> Iterator[tuple[Collection[str], Callable[[str], Tensor]]]:
     """(the keys, a function that reads a key's tensor into host memory)."""
-    safe_open = optional("safetensors", doing, "safetensors").safe_open
     files: dict[Path, Any] = {}
 
     def opened(file: Path) -> Any:
         if file not in files:
-            open_file(file).close()  # safetensors would wait for a pipe's writer
-            files[file] = safe_open(file, "pt")
+            files[file] = open_safetensors(file, doing)
         return files[file]
 
-    where = _files(path)
-    if where is None:
+    if (index := path / INDEX).exists():
+        where = read_index(index)
+    else:  # one file
         file = path if path.is_file() else path / SINGLE
         where = dict.fromkeys(opened(file).keys(), file)
     try:
         yield where, lambda key: opened(where[key]).get_tensor(key)
     finally:
         files.clear()
-
-
-def _files(path: Path) -> dict[str, Path] | None:
-    """The files of all keys, as the index says; None where there is one file without an index."""
-    index = path / INDEX
-    if not index.exists():
-        return None
-    return read_index(index)

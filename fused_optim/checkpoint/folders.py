@@ -12,13 +12,14 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from fused_optim.backends.checksum import crc32, crc32_of_file
-from fused_optim.checkpoint.storage.damage import Damaged
 
 logger = logging.getLogger("fused_optim")
 
@@ -29,64 +30,6 @@ _ONE_READ = 1 << 20  # bytes that the system reads at once, if they are there
 _NEAR = 1 << 22  # bytes that are summed up at a time, of files of this machine
 _FAR = 1 << 23  # from elsewhere, where every read takes its time
 PathLike = str | os.PathLike[str]
-
-
-class Folder(Protocol):
-    """A folder and what is done with the files in it. ``str()`` of it is for messages."""
-
-    @property
-    def is_local(self) -> bool:
-        """True if folders are renamed atomically, and files are on the disk once they are synced."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def place(self) -> str:
-        """The location, the same however the path was spelled."""
-
-    def child(self, name: str) -> Folder: ...
-
-    def exists(self) -> bool: ...
-
-    def create(self) -> None:
-        """Create it with the folders above it; nothing if it exists."""
-
-    def names(self) -> list[str]:
-        """Names of the files and folders in it; none if it does not exist."""
-
-    def size(self, name: str) -> int | None:
-        """Bytes of a file; None if there is none."""
-
-    def sizes(self) -> dict[str, int]:
-        """Sizes of all its files in bytes, by name, from one listing."""
-
-    def open(self, name: str, mode: str) -> BinaryIO: ...
-
-    def read(self, name: str, start: int = 0, length: int | None = None) -> bytes: ...
-
-    def read_into(self, name: str, start: int, memory: memoryview) -> None:
-        """Fill ``memory`` from byte ``start`` of a file on. Raises EOFError if the file is shorter."""
-
-    def crc32(self, name: str, start: int, length: int) -> int:
-        """The CRC-32 of ``length`` bytes of a file. Raises EOFError if it is shorter."""
-
-    def write(self, name: str, content: bytes, *, sync: bool = True) -> None:
-        """Write a file atomically: a reader, or a crash, finds the old or the new content.
-
-        ``sync=False``: a crash of the machine may lose it.
-        """
-
-    def remove(self, name: str) -> None:
-        """Remove a file or folder, if it is there."""
-
-    def rename(self, old: str, new: str) -> None: ...
-
-    def sync(self) -> None:
-        """Flush names to the disk."""
-
-    def free(self) -> int | None:
-        """Bytes that can be written; None if unknown."""
 
 
 def folder_at(path: PathLike | Folder) -> Folder:
@@ -128,9 +71,9 @@ def to_disk(descriptor: int) -> None:
 
 
 class LocalFolder:
-    """A folder of this machine, or one that is mounted."""
+    """A folder of this machine, or one that is mounted. ``str()`` of it is for messages."""
 
-    is_local = True
+    is_local = True  # folders are renamed atomically, and files are on the disk once they are synced
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -144,6 +87,7 @@ class LocalFolder:
 
     @property
     def place(self) -> str:
+        """The location, the same however the path was spelled."""
         return os.path.realpath(self.path)
 
     def child(self, name: str) -> LocalFolder:
@@ -153,18 +97,22 @@ class LocalFolder:
         return self.path.is_dir()
 
     def create(self) -> None:
+        """Create it with the folders above it; nothing if it exists."""
         self.path.mkdir(parents=True, exist_ok=True)
 
     def names(self) -> list[str]:
+        """Names of the files and folders in it; none if it does not exist."""
         with suppress(FileNotFoundError, NotADirectoryError):
             return [entry.name for entry in self.path.iterdir()]
         return []
 
     def size(self, name: str) -> int | None:
+        """Bytes of a file; None if there is none."""
         file = self.path / name
         return file.stat().st_size if file.is_file() else None
 
     def sizes(self) -> dict[str, int]:
+        """Sizes of all its files in bytes, by name, from one listing."""
         with suppress(FileNotFoundError, NotADirectoryError):
             return {entry.name: entry.stat().st_size for entry in os.scandir(self.path) if _is_file(entry)}
         return {}
@@ -204,6 +152,7 @@ class LocalFolder:
             return stream.read(-1 if length is None else length)
 
     def read_into(self, name: str, start: int, memory: memoryview) -> None:
+        """Fill ``memory`` from byte ``start`` of a file on. Raises EOFError if the file is shorter."""
         with self._reading(name) as descriptor:
             while memory:
                 count = os.preadv(descriptor, [memory], start)
@@ -212,6 +161,7 @@ class LocalFolder:
                 memory, start = memory[count:], start + count
 
     def crc32(self, name: str, start: int, length: int) -> int:
+        """The CRC-32 of ``length`` bytes of a file. Raises EOFError if it is shorter."""
         return _crc32_by_pieces(self, name, start, length, _NEAR)
 
     @contextmanager
@@ -223,6 +173,10 @@ class LocalFolder:
             os.close(descriptor)
 
     def write(self, name: str, content: bytes, *, sync: bool = True) -> None:
+        """Write a file atomically: a reader, or a crash, finds the old or the new content.
+
+        ``sync=False``: a crash of the machine may lose it.
+        """
         temporary = self.path / f".{name}.{secrets.token_hex(4)}{TEMPORARY}"  # others may write it at the same time
         try:
             with temporary.open("xb") as stream:
@@ -235,6 +189,7 @@ class LocalFolder:
             temporary.unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
+        """Remove a file or folder, if it is there."""
         target = self.path / name
         if target.is_dir() and not target.is_symlink():
             shutil.rmtree(target)
@@ -245,6 +200,7 @@ class LocalFolder:
         (self.path / old).rename(self.path / new)
 
     def sync(self) -> None:
+        """Flush names to the disk."""
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
             to_disk(descriptor)
@@ -252,6 +208,7 @@ class LocalFolder:
             os.close(descriptor)
 
     def free(self) -> int | None:
+        """Bytes that can be written; None if unknown."""
         return shutil.disk_usage(self.path).free
 
 
@@ -440,3 +397,66 @@ class RemoteFolder:
 
     def free(self) -> int | None:
         return None
+
+
+Folder = LocalFolder | RemoteFolder
+
+
+# --- errors of checkpoints that are not whole ------------------------------------------------------------------------
+
+
+class Damaged(ValueError):
+    """Something that a checkpoint should hold is missing, torn or changed. Another checkpoint may be whole."""
+
+
+class Replaced(Damaged):
+    """Another checkpoint was published in its place while it was read."""
+
+
+def is_damage(error: BaseException) -> bool:
+    """True if a checkpoint is not whole; False if it cannot be opened now, or is newer than the code."""
+    return isinstance(error, Damaged | FileNotFoundError | EOFError)
+
+
+# --- threads that read and write files -------------------------------------------------------------------------------
+
+
+_WRITING = 8  # training goes on meanwhile
+_READING = 16
+
+Result = TypeVar("Result")
+
+
+def threads() -> int:
+    """The number of threads that write, by the cores that this process may use."""
+    return min(_WRITING, len(os.sched_getaffinity(0)))
+
+
+def threads_to_read() -> int:
+    """The number of threads that read and compute checksums; more than write, since nothing else runs meanwhile."""
+    return min(_READING, len(os.sched_getaffinity(0)))
+
+
+def done_by(pool: ThreadPoolExecutor, do: Callable[[T], Result], jobs: Iterable[T]) -> list[Result]:
+    """``pool.map``, without a future for each of thousands of jobs. After what raises, no other job begins."""
+    waiting = deque(enumerate(jobs))
+    results: dict[int, Result] = {}
+
+    def work() -> None:
+        while waiting:
+            try:
+                number, job = waiting.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                results[number] = do(job)
+            except BaseException:
+                waiting.clear()
+                raise
+
+    try:
+        for worker in [pool.submit(work) for _ in range(min(threads_to_read(), len(waiting)))]:
+            worker.result()
+    finally:  # Ctrl+C comes here
+        waiting.clear()
+    return [results[number] for number in range(len(results))]

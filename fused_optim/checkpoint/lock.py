@@ -7,6 +7,7 @@ both write the file: the last one owns the folder, and the other one finds that 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -18,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fused_optim.checkpoint.storage.folders import Folder
-from fused_optim.checkpoint.storage.untrusted import load_json
+from fused_optim.checkpoint.folders import Folder
+from fused_optim.checkpoint.metadata import load_json
 
 logger = logging.getLogger("fused_optim")
 
@@ -116,6 +117,7 @@ def hold(folder: Folder) -> Lock:
         if (lock := _held.get(folder.place)) is not None:
             lock.check()
             return lock
+    _register()
     lock = Lock(folder)
     lock.take()
     _held[folder.place] = lock
@@ -141,7 +143,9 @@ def _leave_to_parent() -> None:
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+@functools.cache
+def _register() -> None:
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _now() -> float:

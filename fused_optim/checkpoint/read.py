@@ -25,11 +25,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from fused_optim.checkpoint.storage.folders import Folder, kept_open
-from fused_optim.checkpoint.storage.metadata import check_files, range_of
-from fused_optim.checkpoint.storage.pickles import Outside, read_pickle, stand_in
-from fused_optim.checkpoint.storage.threads import done_by, threads_to_read
-from fused_optim.checkpoint.storage.untrusted import load_object
+from fused_optim.checkpoint.folders import Folder, done_by, kept_open, threads_to_read
+from fused_optim.checkpoint.metadata import check_files, load_object, range_of
 from fused_optim.memory.host_memory import HostBuffers, memory_of
 
 _PIECE = 1 << 24  # bytes that one thread reads at a time
@@ -138,19 +135,6 @@ class _Stored:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-_STORAGES = {
-    **{"FloatStorage": torch.float32, "BFloat16Storage": torch.bfloat16, "HalfStorage": torch.float16},
-    **{"ByteStorage": torch.uint8, "CharStorage": torch.int8, "ShortStorage": torch.int16, "IntStorage": torch.int32},
-    **{"LongStorage": torch.int64, "DoubleStorage": torch.float64, "BoolStorage": torch.bool},
-}
-_REBUILT, _HOOKS = stand_in("_rebuild_tensor_v2"), stand_in("OrderedDict")
-_NAMED: dict[tuple[str, str], Any] = {
-    ("torch._utils", "_rebuild_tensor_v2"): _REBUILT,
-    ("collections", "OrderedDict"): _HOOKS,
-    **{("torch", name): dtype for name, dtype in _STORAGES.items()},
-}
-
-
 def _describe(head: bytes, length: int) -> _Stored | None:
     """The tensor in a file of torch.save, from the file's first bytes: a zip archive that begins with ``data.pkl``.
 
@@ -169,35 +153,30 @@ def _describe(head: bytes, length: int) -> _Stored | None:
 def _described(head: bytes) -> _Stored | None:
     """``head``: all that comes before the bytes of the tensor."""
     try:
-        dtype, numel, first, shape, stride = _tensor(head[_content(head, 0, b"archive/data.pkl") :])
+        tensor = _without_memory(head[_content(head, 0, b"archive/data.pkl") :])
         little = head[_content(head, head.index(b"archive/byteorder") - 30, b"archive/byteorder") :][:6] == b"little"
-    except (ValueError, TypeError, IndexError):
+    except Exception:  # whatever it is, it is no tensor that can be read by its bytes
         return None
-    steps = tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
-    dense = first == 0 and stride == steps and math.prod(shape) == numel
-    return _Stored(dtype, shape, len(head)) if dense and little else None
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and little
+    if not plain or tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous() or tensor.storage_offset():
+        return None
+    return _Stored(tensor.dtype, tuple(tensor.shape), len(head))
 
 
-def _tensor(content: bytes) -> tuple[torch.dtype, int, int, tuple[int, ...], tuple[int, ...]]:
-    """(dtype, elements of the storage, storage offset, shape, stride) of a pickled tensor.
+def _without_memory(pickled: bytes) -> Tensor:
+    """A tensor of torch.save on the meta device, by torch's own reader of pickles, which runs no code."""
+    unpickler = torch._weights_only_unpickler.Unpickler(io.BytesIO(pickled), encoding="utf-8")
 
-    Raises ValueError, TypeError or IndexError for anything else.
-    """
-    given = read_pickle(content, _NAMED)
-    if type(given) is not _REBUILT or type(given.args[0]) is not Outside:
-        raise ValueError("no plain tensor")
-    storage, first, shape, stride, *_ = given.args
-    kind, dtype, name, _, numel = storage.args[0]
-    if len(shape) > 64:
-        raise ValueError("more dims than torch computes with")
-    numbers = (numel, first, *shape, *stride)
-    if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers) or not isinstance(
-        dtype, torch.dtype
-    ):
-        raise ValueError("no plain tensor")
-    if (kind, name) != ("storage", "0"):
-        raise ValueError("not all of its storage")
-    return dtype, numel, first, tuple(shape), tuple(stride)
+    def storage(saved: tuple[Any, ...]) -> torch.TypedStorage:
+        _, kind, name, _, numel = saved
+        if name != "0":
+            raise ValueError("not all of its storage")
+        dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+        whole = torch.UntypedStorage(numel * dtype.itemsize, device="meta")
+        return torch.TypedStorage(wrap_storage=whole, dtype=dtype, _internal=True)
+
+    unpickler.persistent_load = storage  # type: ignore[method-assign]
+    return unpickler.load()  # type: ignore[no-any-return]
 
 
 def _content(head: bytes, header: int, name: bytes) -> int:

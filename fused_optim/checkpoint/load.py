@@ -6,7 +6,7 @@ it, and hands it to ``optimizer.load_state_dict`` only when every rank has succe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any
@@ -14,10 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_optim.checkpoint.reading.buffers import buffer_beside, buffer_for, native_buffer_for
-from fused_optim.checkpoint.reading.contents import (
+from fused_optim.checkpoint.folders import Folder, PathLike, Replaced, folder_at
+from fused_optim.checkpoint.open import (
+    DcpFolder,
+    Source,
+    assembled,
+    buffer_beside,
+    buffer_for,
+    native_buffer_for,
+    open_source,
+    setting_after,
+)
+from fused_optim.checkpoint.plan import (
     AMSGRAD,
     Contents,
+    Differences,
+    LoadOptions,
+    Naming,
+    Rename,
     common_settings,
     find_contents,
     nested,
@@ -27,14 +41,7 @@ from fused_optim.checkpoint.reading.contents import (
     read_steps,
     sort_contents,
 )
-from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
-from fused_optim.checkpoint.reading.naming import Differences, LoadOptions, Naming, Rename
-from fused_optim.checkpoint.reading.opening import open_source
-from fused_optim.checkpoint.reading.source import Source
-from fused_optim.checkpoint.storage.checksums import verify_items
-from fused_optim.checkpoint.storage.damage import Replaced
-from fused_optim.checkpoint.storage.folders import Folder, PathLike, folder_at
-from fused_optim.checkpoint.storage.nested import assembled, setting_after
+from fused_optim.checkpoint.verify import verify_items
 from fused_optim.memory.layout import MASTER, STEP
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import check_order, check_whole, describe, some_of
@@ -181,8 +188,20 @@ class Loader:
     @torch.no_grad()
     def load(self) -> LoadReport:
         """Load the optimizer. A collective, to be called once the model's parameters are loaded."""
+        doing = f"loading {self.source.path}"
         try:
-            self._load(f"loading {self.source.path}")
+            with on_all_ranks(doing):  # parameters are those that remainders were split from
+                loaded = [
+                    (self.params[i], unpack_remainder(self.params[i], saved, self._describe(i)))
+                    for i, states in self._state.items()
+                    if is_remainder(saved := states.get(MASTER))
+                ]
+                for remainder in misfits(loaded):
+                    raise remainder.misfit()
+            with on_all_ranks(doing):
+                state = {**self._state, **self._entries}
+                self.optimizer.load_state_dict({"state": state, "param_groups": self._groups})
+                self.optimizer.store.resolve_pending()
         finally:
             self._state = {}
         going_on = self._saved_states.keys() - self._restarted
@@ -191,23 +210,22 @@ class Loader:
         warn_of_earlier_steps(behind, len(latest), str(self.source.path))
         return self.report
 
-    def _load(self, doing: str) -> None:
-        with on_all_ranks(doing):
-            self._check_parameters(self._state)
-        with on_all_ranks(doing):
-            state = {**self._state, **self._entries}
-            self.optimizer.load_state_dict({"state": state, "param_groups": self._groups})
-            self.optimizer.store.resolve_pending()
-
     @property
     def report(self) -> LoadReport:
         """The report of this load."""
+        has_masters = self.optimizer.settings.master_weights
+        if all(param.dtype == torch.float32 for param in self.params):
+            masters = "no masters needed"
+        elif any(MASTER in states for states in self._saved_states.values()):
+            masters = "masters loaded" if has_masters else "parameters written from masters"
+        else:
+            masters = "masters seeded from parameters" if has_masters else "no masters"
         return LoadReport(
             source=self.contents.writer,
             parameters=len(self._saved_states),
             without_states=len(self.ids) - len(self._saved_states),
             steps=tuple(group["step"] for group in self._groups),
-            masters=self._masters(),
+            masters=masters,
             differences=self._differences,
         )
 
@@ -297,25 +315,20 @@ class Loader:
             states = {name: saved[id_][name] for name in names if name in saved[id_]}
             if i in self._restarted:
                 states = {name: components for name, components in states.items() if name == MASTER}
-            elif self._is_admitted(i) and not self._fits(i, states):
-                reshaped.append(self._shown(i))
-                continue
             else:
+                if self._is_admitted(i):
+                    objects = {key: None for key in _keys(states) if self.source.entries[key] is None}
+                    values = {**self._described(states), **self.source.read(objects)}
+                    found = {name: nested(components, values) for name, components in states.items()}
+                    try:
+                        check_states(self._rules[self.params[i]], self.params[i], found, "")
+                    except (KeyError, RuntimeError, TypeError, ValueError):
+                        reshaped.append(self._shown(i))
+                        continue
                 self._check_states(i)
             by_parameter[i] = states
         self._differences = replace(self._differences, reshaped=tuple(reshaped))
         return by_parameter
-
-    def _fits(self, i: int, states: _Components) -> bool:
-        described = self._described(states)
-        objects = {key: None for key in _keys(states) if self.source.entries[key] is None}
-        values = {**described, **self.source.read(objects)}
-        saved = {name: nested(components, values) for name, components in states.items()}
-        try:
-            check_states(self._rules[self.params[i]], self.params[i], saved, "")
-        except (KeyError, RuntimeError, TypeError, ValueError):
-            return False
-        return True
 
     def _check_states(self, i: int) -> None:
         states, param = self.contents.states[self.ids[i]], self.params[i]
@@ -336,8 +349,18 @@ class Loader:
             raise TypeError(f"{self._describe(i)}: the native form of {native[0]} in {self.source.path} {text}")
 
     def _group(self, number: int, members: list[int]) -> dict[str, Any]:
+        """The group as a state dict has it, with the settings on which all members agree in the checkpoint."""
         group = self.optimizer.store.groups[number]
-        settings = self._group_settings(number, group, members)
+
+        def taken(i: int) -> dict[str, Any]:
+            if i in self._restarted:  # hyperparameters of another rule mean something else
+                return {}
+            found = self.contents.settings.get(self.ids[i], {})
+            keys = {*taken_keys(self.optimizer.store, group, found), *DESCRIPTION, RULE_KEY}
+            return {key: value for key, value in found.items() if key in keys}
+
+        described = ((self._describe(i), taken(i)) for i in members)
+        settings = common_settings(self.source, f"param group {number}", described)
         rule = self.optimizer.rule.for_group(group)
         lacking = [key for key in ("lr", *rule.repr_keys, "weight_decay") if key not in settings]
         saved = [i for i in members if self.ids[i] and i not in self._restarted]
@@ -346,19 +369,6 @@ class Loader:
         step = max((self.saved_steps.get(self.ids[i], 0) for i in saved if i in self._saved_states), default=0)
         names = [self._name(i) for i in members]  # for messages
         return {**settings, "step": step, "params": members, "param_names": names}
-
-    def _group_settings(self, number: int, group: Mapping[str, Any], members: Iterable[int]) -> dict[str, Any]:
-        """The settings on which all members agree in the checkpoint."""
-
-        def taken(i: int) -> dict[str, Any]:
-            if i in self._restarted:  # hyperparameters of another rule mean something else
-                return {}
-            settings = self.contents.settings.get(self.ids[i], {})
-            keys = {*taken_keys(self.optimizer.store, group, settings), *DESCRIPTION, RULE_KEY}
-            return {key: value for key, value in settings.items() if key in keys}
-
-        described = ((self._describe(i), taken(i)) for i in members)
-        return common_settings(self.source, f"param group {number}", described)
 
     def _described(self, states: _Components) -> dict[str, Tensor]:
         """Tensors without memory (``meta``) of the shapes and dtypes of these states, by key."""
@@ -411,22 +421,6 @@ class Loader:
         param = self.params[i]
         zero = torch.zeros((), device=local_tensor(param).device).expand(param.shape)
         return {spec.name: zero for spec in self._rules[param].states}
-
-    def _check_parameters(self, state: Mapping[int, Mapping[str, Any]]) -> None:
-        """Raise ValueError if parameters are not those that remainders were split from. A collective."""
-        loaded = []
-        for i, states in state.items():
-            if is_remainder(saved := states.get(MASTER)):
-                loaded.append((self.params[i], unpack_remainder(self.params[i], saved, self._describe(i))))
-        for remainder in misfits(loaded):
-            raise remainder.misfit()
-
-    def _masters(self) -> str:
-        if all(param.dtype == torch.float32 for param in self.params):
-            return "no masters needed"
-        if not any(MASTER in states for states in self._saved_states.values()):
-            return "masters seeded from parameters" if self.optimizer.settings.master_weights else "no masters"
-        return "masters loaded" if self.optimizer.settings.master_weights else "parameters written from masters"
 
 
 def _keys(states: _Components) -> Iterator[str]:

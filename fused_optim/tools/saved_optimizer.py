@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fused_optim.adapters import adapter_of
-from fused_optim.checkpoint.reading.contents import Contents, NoStates, nested, read_contents
-from fused_optim.checkpoint.reading.source import Source, TensorInfo
+from fused_optim.checkpoint.open import Source, TensorInfo
+from fused_optim.checkpoint.plan import Contents, NoStates, nested, read_contents
 from fused_optim.formats.masters import Master
 from fused_optim.formats.states import Kind
 from fused_optim.memory.layout import MASTER

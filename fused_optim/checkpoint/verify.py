@@ -18,13 +18,27 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from fused_optim.checkpoint.storage.damage import Damaged
-from fused_optim.checkpoint.storage.folders import Folder, LocalFolder, PathLike, folder_at, kept_open
-from fused_optim.checkpoint.storage.metadata import FILE as METADATA
-from fused_optim.checkpoint.storage.metadata import inner_path, read_metadata, unfinished
-from fused_optim.checkpoint.storage.threads import done_by, threads_to_read
-from fused_optim.checkpoint.storage.untrusted import load_json, number_in
-from fused_optim.sharding.collective import gather, gather_at_first, on_all_ranks, on_any, this_rank, world_size
+from fused_optim.checkpoint.folders import (
+    Damaged,
+    Folder,
+    LocalFolder,
+    PathLike,
+    done_by,
+    folder_at,
+    kept_open,
+    threads_to_read,
+)
+from fused_optim.checkpoint.metadata import FILE as METADATA
+from fused_optim.checkpoint.metadata import inner_path, load_json, number_in, read_metadata, unfinished
+from fused_optim.sharding.collective import (
+    gather,
+    gather_at_first,
+    on_all_ranks,
+    on_any,
+    shared_out,
+    this_rank,
+    world_size,
+)
 
 FILE = "fused_optim_checksums.json"
 VERSION = 1
@@ -228,15 +242,11 @@ def check_finished(folder: Folder) -> None:
         raise FileNotFoundError(f"{folder}: {expected}; {unfinished(folder)}")
 
 
-def _share(ranges: Iterable[Range], no_dist: bool) -> Iterator[Range]:
-    """This rank's: as many bytes as any other's, neighbours in a file together."""
-    ordered = sorted(ranges)
-    rank, ranks = (0, 1) if no_dist else (this_rank(), world_size())
-    total, before = sum(length for _, _, length in ordered), 0
-    for range_ in ordered:
-        if min(before * ranks // max(total, 1), ranks - 1) == rank:
-            yield range_
-        before += range_[2]
+def _share(ranges: Iterable[Range], no_dist: bool) -> list[Range]:
+    """This rank's: about as many bytes as any other's."""
+    ordered, rank = sorted(ranges), 0 if no_dist else this_rank()
+    takers = shared_out([length for _, _, length in ordered], 1 if no_dist else world_size())
+    return [range_ for range_, taker in zip(ordered, takers, strict=True) if taker == rank]
 
 
 # --- the file ---------------------------------------------------------------------------------------------------

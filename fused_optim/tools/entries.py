@@ -14,16 +14,17 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
 from fused_optim.adapters import adapter_of
-from fused_optim.checkpoint.reading.files import OBJECTS
-from fused_optim.checkpoint.reading.source import TensorInfo
-from fused_optim.checkpoint.storage.checksums import write_file
-from fused_optim.checkpoint.storage.folders import LocalFolder
-from fused_optim.checkpoint.storage.metadata import FILE
-from fused_optim.checkpoint.writing.archives import Archives
-from fused_optim.checkpoint.writing.planner import Planner, size_of
-from fused_optim.checkpoint.writing.saver import set_places
-from fused_optim.checkpoint.writing.writer import RankFiles, Writer
-from fused_optim.sharding.model_files import numbered_files, safetensors_writer, write_index
+from fused_optim.checkpoint.archives import Archives
+from fused_optim.checkpoint.folders import LocalFolder
+from fused_optim.checkpoint.metadata import FILE
+from fused_optim.checkpoint.open import OBJECTS, TensorInfo
+from fused_optim.checkpoint.verify import write_file
+from fused_optim.checkpoint.write import Planner, RankFiles, Writer, set_places, size_of
+from fused_optim.sharding.model_files import (
+    numbered_files,
+    safetensors_writer,
+    write_index,
+)
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,13 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from fused_optim.checkpoint import extras
 from fused_optim.checkpoint.collect import Collector, check_kind
 from fused_optim.checkpoint.extras import Stateful
-from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
-from fused_optim.checkpoint.reading.load import Loader, LoadReport, prepare
-from fused_optim.checkpoint.reading.model import ModelLoader, flat_names
-from fused_optim.checkpoint.reading.naming import Differences, LoadOptions
-from fused_optim.checkpoint.storage import checksums, manifest
-from fused_optim.checkpoint.storage.checksums import verifying
-from fused_optim.checkpoint.storage.damage import Replaced
-from fused_optim.checkpoint.storage.directory import ListedCheckpoint
-from fused_optim.checkpoint.storage.folders import Folder
-from fused_optim.checkpoint.storage.garbage import without_collection
+from fused_optim.checkpoint.folders import Folder, Replaced
+from fused_optim.checkpoint.load import Loader, LoadReport, prepare
+from fused_optim.checkpoint.open import DcpFolder
+from fused_optim.checkpoint.plan import Differences, LoadOptions, ModelLoader, flat_names
+from fused_optim.checkpoint.publish import ListedCheckpoint, read_manifest
+from fused_optim.checkpoint.verify import FILE as CHECKSUMS
+from fused_optim.checkpoint.verify import verifying
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.sharding.collective import distinct, on_all_ranks, this_rank, tied_names, world_size
 
@@ -66,19 +63,15 @@ class LoadPlan:
     report: CheckpointReport
 
 
+@dataclass(frozen=True)
 class Loads:
     """Loads checkpoints into one model and its optimizer; all ranks of ``group`` make the same calls."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: ShardedOptimizer,
-        extra: Mapping[str, Stateful],
-        states: Collector,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        self._model, self._optimizer, self._extra = model, optimizer, extra
-        self._states, self._group = states, group
+    model: nn.Module
+    optimizer: ShardedOptimizer
+    extra: Mapping[str, Stateful]
+    states: Collector
+    group: dist.ProcessGroup | None
 
     def compare(
         self, checkpoint: ListedCheckpoint, folder: Folder, verify: bool, options: LoadOptions
@@ -92,38 +85,45 @@ class Loads:
         planned: Future[LoadPlan] = Future()
         described: Future[Metadata] = Future()
         with verifying(folder, None, required, metadata=described) if verify else nullcontext():
-            with on_all_ranks(f"opening {folder}", group=self._group):
+            with on_all_ranks(f"opening {folder}", group=self.group):
                 source = DcpFolder(folder)
-                if verify and not required and this_rank() == 0 and folder.size(checksums.FILE) is None:
+                if verify and not required and this_rank() == 0 and folder.size(CHECKSUMS) is None:
                     kind = "as a save of torch's own, or a copy that lacks files"
                     logger.warning("%s has no manifest or checksums, %s: its bytes are not verified", folder, kind)
-                if checkpoint.manifest is not None and manifest.read(folder) != checkpoint.manifest:
+                if checkpoint.manifest is not None and read_manifest(folder) != checkpoint.manifest:
                     raise Replaced(f"{folder} was replaced by a run that saves there before it was read: load again")
             described.set_result(source.metadata)
             try:
-                with without_collection():
-                    planned.set_result(self._plan(checkpoint, source, options))
+                planned.set_result(self._plan(checkpoint, source, options))
             except Exception as error:  # of which damage may be the reason
                 planned.set_exception(error)
         return planned
 
     def _plan(self, checkpoint: ListedCheckpoint, source: DcpFolder, options: LoadOptions) -> LoadPlan:
-        doing, group, saved = f"loading {source.path}", self._group, checkpoint.manifest
+        doing, group, saved = f"loading {source.path}", self.group, checkpoint.manifest
         names: list[str] = []
         with on_all_ranks(doing, group=group):
-            model_state = self._states.model_state()
+            model_state = self.states.model_state()
             names = flat_names(model_state)
         everyone = {name for of_rank in distinct(names, group) for name in of_rank}
         with on_all_ranks(doing, group=group):
-            extra = {} if options.model_only else self._read_extras(checkpoint, source, options)
-            model = ModelLoader(model_state, source, everyone, tied_names(self._model), options)
+            owners, extra = {} if saved is None else saved.extra, {}
+            for name, current in self.extra.items():
+                if options.model_only or name in options.without:
+                    continue
+                if name not in owners:
+                    hint = f"load without it: load(step, without=[{name!r}])"
+                    raise ValueError(f"{source.path} has no extra {name!r}: {hint}")
+                owner = extras.owner_for(name, owners[name], this_rank(), world_size())
+                extra[name] = extras.read(name, owner, current, source)
+            model = ModelLoader(model_state, source, everyone, tied_names(self.model), options)
             kind = None if saved is None else saved.kind
             if not options.model_only:
-                check_kind(self._optimizer, kind, str(source.path), any_rule=bool(options.partial))
+                check_kind(self.optimizer, kind, str(source.path), any_rule=bool(options.partial))
         if options.model_only:
             return LoadPlan(options, source, model, None, extra, CheckpointReport(checkpoint.step, model.differences))
-        optimizer = prepare(self._model, self._optimizer, source, options, verify=False)
-        left = set() if saved is None else saved.extra.keys() - self._extra.keys() - options.without
+        optimizer = prepare(self.model, self.optimizer, source, options, verify=False)
+        left = set() if saved is None else saved.extra.keys() - self.extra.keys() - options.without
         report = CheckpointReport(checkpoint.step, model.differences, optimizer.report, tuple(sorted(left)))
         if not options.dry_run:
             optimizer.read()
@@ -131,26 +131,11 @@ class Loads:
 
     def load(self, plan: LoadPlan) -> None:
         """Load the model, the optimizer and extras. If reading fails here, the model may be partly changed."""
-        doing, group, optimizer = f"loading {plan.source.path}", self._group, plan.optimizer
-        with without_collection():
-            with on_all_ranks(doing, group=group):
-                set_model_state_dict(self._model, plan.model.load())
-            if optimizer is not None:
-                optimizer.load()
+        doing, group, optimizer = f"loading {plan.source.path}", self.group, plan.optimizer
+        with on_all_ranks(doing, group=group):
+            set_model_state_dict(self.model, plan.model.load())
+        if optimizer is not None:
+            optimizer.load()
         with on_all_ranks(doing, group=group):
             for name, state in plan.extra.items():
-                self._extra[name].load_state_dict(state)
-
-    def _read_extras(self, checkpoint: ListedCheckpoint, source: DcpFolder, options: LoadOptions) -> dict[str, Any]:
-        owners = {} if checkpoint.manifest is None else checkpoint.manifest.extra
-        states = {}
-        for name, current in self._extra.items():
-            if name in options.without:
-                continue
-            if name not in owners:
-                raise ValueError(
-                    f"{source.path} has no extra {name!r}: load without it: load(step, without=[{name!r}])"
-                )
-            owner = extras.owner_for(name, owners[name], this_rank(), world_size())
-            states[name] = extras.read(name, owner, current, source)
-        return states
+                self.extra[name].load_state_dict(state)

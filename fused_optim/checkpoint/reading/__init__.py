@@ -1,1 +1,0 @@
-"""Checkpoints as they are read: ours and other optimizers', of any kind of file."""

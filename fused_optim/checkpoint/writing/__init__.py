@@ -1,1 +1,0 @@
-"""Checkpoints as they are written: saves during training, exports for others."""
