@@ -1,4 +1,4 @@
-"""Which parameters of a model are for Muon, and which for AdamW."""
+"""Param groups of a model for FusedMuon: matrices for Muon, all other parameters for AdamW."""
 
 from __future__ import annotations
 

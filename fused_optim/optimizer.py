@@ -39,12 +39,19 @@ from fused_optim.options.table import (
 )
 from fused_optim.rules import Rules
 from fused_optim.sharding.collective import failing_together, parameter_names
-from fused_optim.state import state_dict as forms
-from fused_optim.state import torch_form
 from fused_optim.state.groups import description
 from fused_optim.state.published import Snapshot, Where, changes, tracked
+from fused_optim.state.state_dict import (
+    CANNOT_LOAD_ELSEWHERE,
+    Options,
+    check_state_dict,
+    load_checked,
+    make_state_dict,
+    run_pre_hooks,
+)
 from fused_optim.state.store import StateStore
 from fused_optim.state.summary import Summary, short_description, summarize
+from fused_optim.state.torch_form import torch_state_dict
 from fused_optim.step.diagnostics import Diagnostics, diagnose
 from fused_optim.step.run import Stepper
 from fused_optim.step.scalars import keep_rates
@@ -490,10 +497,10 @@ class ShardedOptimizer(Optimizer, OfOptimizers):
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         if form == "torch":
-            state_dict = torch_form.state_dict(self.store, device)
+            state_dict = torch_state_dict(self.store, device)
         else:
-            options = forms.Options(form, device, self._saves_int16_remainders)
-            state_dict = forms.state_dict(self.store, options)
+            options = Options(form, device, self._saves_int16_remainders)
+            state_dict = make_state_dict(self.store, options)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
@@ -511,12 +518,12 @@ class ShardedOptimizer(Optimizer, OfOptimizers):
         A collective where parameters are DTensors: all ranks of their meshes call it. Raises on every rank if it fails
         on one; nothing has been changed then. Raises KeyError, TypeError, ValueError or RuntimeError, by the fault.
         """
-        with failing_together(self.store.params, forms.CANNOT_LOAD_ELSEWHERE):
-            state_dict = forms.passed_through(self._optimizer_load_state_dict_pre_hooks.values(), self, state_dict)
-            checked = forms.check(self.store, state_dict, self._keeping(state_dict))
+        with failing_together(self.store.params, CANNOT_LOAD_ELSEWHERE):
+            state_dict = run_pre_hooks(self._optimizer_load_state_dict_pre_hooks.values(), self, state_dict)
+            checked = check_state_dict(self.store, state_dict, self._keeping(state_dict))
         self.stepper.leave_plan()
         rates = [group["lr"] for group in self.param_groups]
-        forms.load(self.store, checked)
+        load_checked(self.store, checked)
         if self.capturable:
             keep_rates(self.param_groups, rates)
         self.stepper.scalars.write(self.store.groups)

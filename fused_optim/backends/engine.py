@@ -1,4 +1,4 @@
-"""What the compiled engines offer to Python: the functions and classes of ``csrc/multi_tensor/bindings``.
+"""The interface of the compiled engines to Python: the functions and classes of ``csrc/multi_tensor/bindings``.
 
 Tensors are passed as addresses, 0 for one that is not there; formats and types as the numbers that ``formats`` gives
 them. ``where``: ``device`` and ``stream`` of the CUDA engine, ``threads`` of the CPU engine.

@@ -51,7 +51,7 @@ from fused_optim.sharding.dtensor import has_own_chunks, local_tensor
 from fused_optim.state.given import warn_of_earlier_steps
 from fused_optim.state.groups import DESCRIPTION, check_rule
 from fused_optim.state.remainders import is_remainder, misfits, unpack_remainder
-from fused_optim.state.state_dict import check, check_states, taken_keys
+from fused_optim.state.state_dict import check_state_dict, check_states, taken_keys
 
 _Components = Mapping[str, Mapping[str, str]]  # state -> component ("": whole) -> key
 
@@ -387,7 +387,7 @@ class Loader:
             state[i] = self._zeros(i) | {name: nested(components, values) for name, components in states.items()}
             state[i][STEP] = self.saved_steps[self.ids[i]]
         try:
-            check(self.optimizer.store, {"state": state, "param_groups": self._groups})
+            check_state_dict(self.optimizer.store, {"state": state, "param_groups": self._groups})
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{self.source.path}: {error.args[0]}") from error

@@ -1,4 +1,4 @@
-"""What a checkpoint holds for this model and optimizer: names, the keys of each parameter, and differences."""
+"""The contents of a checkpoint for this model and optimizer: names, the keys of each parameter, and differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the drop-in classes share."""
+"""The common parts of the drop-in classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who orthogonalizes which matrix, and which parts of it lie where: a function of global shapes and meshes alone.
+"""The owner of each matrix, who orthogonalizes it, and the places of its parts: a function of global shapes and meshes.
 
 So every rank knows the same without asking, and no bits depend on it.
 """

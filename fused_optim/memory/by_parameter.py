@@ -1,4 +1,4 @@
-"""What belongs to parameters and does not keep them, as far as torch lets anything refer to them weakly."""
+"""Values by parameter, which do not keep the parameters alive, as far as torch lets anything refer to them weakly."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What users ask for: read, kept, checked."""
+"""Options: how they are read, kept and checked."""

@@ -1,4 +1,4 @@
-"""Which states live in host memory, and the links by which they come to their parameters' devices and go back."""
+"""The choice of states that live in host memory, and their transfers to the parameters' devices and back."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def packed(store: StateStore) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
     return state, groups
 
 
-def state_dict(store: StateStore, options: Options) -> dict[str, Any]:
+def make_state_dict(store: StateStore, options: Options) -> dict[str, Any]:
     """A state dict with the states in the form that was chosen.
 
     FP32 states, and BF16 ones in the native form, go by reference; for a stager all that is not converted.
@@ -145,7 +145,7 @@ class Checked:
     who: dict[Any, str]  # the parameters for messages
 
 
-def check(store: StateStore, state_dict: dict[str, Any], keep: Collection[Tensor] = ()) -> Checked:
+def check_state_dict(store: StateStore, state_dict: dict[str, Any], keep: Collection[Tensor] = ()) -> Checked:
     """Raise for a state dict that does not fit an optimizer. No communication, and nothing is changed.
 
     In either form, torch.optim.Adam(W)'s, TransformerEngine's or Apex's. Parameters in ``keep`` keep their states.
@@ -174,7 +174,7 @@ def check(store: StateStore, state_dict: dict[str, Any], keep: Collection[Tensor
     return Checked(saved_groups, steps, params, states, users, who)
 
 
-def load(store: StateStore, checked: Checked) -> None:
+def load_checked(store: StateStore, checked: Checked) -> None:
     """Load a state dict that every rank has checked: a collective over the parameters' meshes.
 
     Its tensors are not changed or kept. Remainders whose parameters are not there yet wait for them in ``store``.
@@ -204,7 +204,7 @@ def load(store: StateStore, checked: Checked) -> None:
     store.record_versions()
 
 
-def passed_through(hooks: Iterable[Callable[..., Any]], optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+def run_pre_hooks(hooks: Iterable[Callable[..., Any]], optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A copy of the state dict after hooks that run before a load, as in torch.optim's loader."""
     state_dict = state_dict.copy()
     for hook in hooks:

@@ -25,7 +25,7 @@ _OWN_KEYS = {STEP, "bias_correction", "exp_avg_dtype", "exp_avg_sq_dtype", *DESC
 _SHARED_KEYS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
 
 
-def state_dict(store: StateStore, device: str | None) -> dict[str, Any]:
+def torch_state_dict(store: StateStore, device: str | None) -> dict[str, Any]:
     """A state dict in this form. FP32 moments go by reference.
 
     Raises ValueError for a run that torch.optim.AdamW cannot continue.
@@ -46,7 +46,7 @@ def unflattened(store: StateStore, flat: Mapping[str, Any]) -> dict[str, Any]:
 
     Of parameters that have names, and states. Raises KeyError for what is missing.
     """
-    found = state_dict(store, None)
+    found = torch_state_dict(store, None)
     for i, name in enumerate(store.names):
         if i in found["state"]:
             found["state"][i] = {key: flat[f"state.{name}.{key}"] for key in found["state"][i]}

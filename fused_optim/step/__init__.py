@@ -1,1 +1,1 @@
-"""What one step needs: the plan of its shards, its scalars, and what other libraries ask of it."""
+"""A step: the plan of its shards, its scalars, clipping, skipping, gradient release, the agreement of ranks."""

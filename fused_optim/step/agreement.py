@@ -1,4 +1,4 @@
-"""What ranks must have alike because steps send it, gradients and plans: found out before anything is sent.
+"""The agreement of ranks on what a step sends, gradients and plans: made before anything is sent.
 
 A gradient that is placed otherwise than its parameter, partial sums for one, is brought to its parameter's placements,
 and whole matrices are put together of all ranks' gradients. Each rank begins these collectives because of the gradients

@@ -1,4 +1,4 @@
-"""What decides which collectives an optimizer's steps make, in what order and of what sizes, on each mesh.
+"""The signature of an optimizer's steps on each mesh: all that decides their collectives, the order and the sizes.
 
 All ranks of a mesh must have it alike. Else they would wait for each other, or take the pieces of one matrix for those
 of another. :class:`fused_optim.step.agreement.Agreement` compares it when steps are planned.
