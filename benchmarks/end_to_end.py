@@ -6,8 +6,9 @@
     python benchmarks/end_to_end.py --merge part0.json part1.json --output end_to_end.json # one report of several
 
 A Llama with random weights learns the bytes of Python's standard library. Initial weights and batches are the same for
-all. Nothing is compiled, activations are kept, logits are computed again in the backward pass. What is not installed is
-skipped, and the JSON says why.
+all. With ``--compile`` blocks are compiled, else nothing is; activations are kept, logits are computed again in the
+backward pass. ``--repeats 3`` times three stretches of steps with each of ``--batch``, in the same process. What is not
+installed is skipped, and the JSON says why.
 
 Each optimizer has a process of its own, so that peaks are its own, and its result is written as soon as it is there.
 With ``--only``, several GPUs can each run some of them; ``--merge`` puts their reports together.
@@ -57,7 +58,9 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", choices=SIZES, default="1b")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=4, help="sequences per step and rank")
+    parser.add_argument("--batch", type=int, nargs="+", default=[4], help="sequences per step and rank")
+    parser.add_argument("--repeats", type=int, default=1, help="stretches of --steps steps with each batch")
+    parser.add_argument("--compile", action="store_true", help="compile the model's blocks")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--only", default="", help="regular expression: the optimizers to run")
     parser.add_argument("--no-largest", action="store_true", help="leave out the search for the largest batch")
@@ -69,8 +72,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--merge", type=Path, nargs="+", metavar="REPORT", help="run nothing, merge reports")
     parser.add_argument("--contender", help=argparse.SUPPRESS)  # what a process of its own is to run
     args = parser.parse_args()
-    if args.steps < 1 or args.batch < 1 or args.length < 2:
-        parser.error("--steps and --batch must be at least 1, --length at least 2")
+    if min(args.steps, args.repeats, *args.batch) < 1 or args.length < 2:
+        parser.error("--steps, --repeats and --batch must be at least 1, --length at least 2")
     return args
 
 
@@ -88,6 +91,9 @@ class Training:
         self.model, self.optimizer = build_optimizer(contender, self.model, lambda model: self.shard(model))
         # FSDP2 computes in BF16 by its policy; one device does so by autocast, where parameters are FP32.
         self.autocast = contender.dtype is torch.float32 and not self.sharded
+        for block in self.model.blocks if args.compile else ():
+            block.compile()
+        self.marks: list[torch.cuda.Event] = []  # before and after each step of the optimizer
         give_back(device)
 
     @property
@@ -115,9 +121,23 @@ class Training:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST_NORM)
         set_lr(self.optimizer, min(1.0, (number + 1) / WARMUP))
+        self.mark()
         self.optimizer.step()
+        self.mark()
         self.model.zero_grad(set_to_none=True)
         return loss.detach()
+
+    def mark(self) -> None:
+        if self.device.type == "cuda":
+            self.marks.append(torch.cuda.Event(enable_timing=True))
+            self.marks[-1].record()
+
+    def optimizer_seconds(self) -> float | None:
+        """The median time of the GPU between the two marks of a step, since this was last asked."""
+        pairs = zip(self.marks[::2], self.marks[1::2], strict=True)
+        times = sorted(1e-3 * before.elapsed_time(after) for before, after in pairs)
+        self.marks.clear()
+        return times[len(times) // 2] if times else None
 
     @torch.no_grad()
     def held_out_loss(self) -> Tensor:
@@ -166,25 +186,36 @@ def measure(args: argparse.Namespace, contender: Contender, device: torch.device
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    losses, times = [], []
-    for number in range(args.steps):
-        started = time.perf_counter()
-        losses.append(training.step(number, args.batch))
-        if cuda:
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - started)
+    losses: list[Tensor] = []
+    stretches: list[dict[str, Any]] = []
+    for batch in args.batch:
+        for _ in range(args.repeats):
+            times = []
+            for _ in range(args.steps):
+                started = time.perf_counter()
+                losses.append(training.step(len(losses), batch))
+                if cuda:
+                    torch.cuda.synchronize(device)
+                times.append(time.perf_counter() - started)
+            timed = sorted(times[UNTIMED:] or times)
+            seconds = timed[len(timed) // 2]
+            tokens = batch * args.length * training.ranks
+            stretch = {"batch": batch, "step_s": seconds, "tokens_per_second": tokens / seconds, "steps_s": times}
+            stretches.append({**stretch, "optimizer_s": training.optimizer_seconds()})
     found: dict[str, Any] = {
         "peak_bytes": torch.cuda.max_memory_allocated(device) if cuda else None,
         "reserved_bytes": torch.cuda.max_memory_reserved(device) if cuda else None,
+        "stretches": stretches,
     }
-    timed = sorted(times[UNTIMED:] or times)
-    found |= {"step_s": timed[len(timed) // 2], "steps_s": times}
-    found["tokens_per_second"] = args.batch * args.length * training.ranks / found["step_s"]
+    for key in ("step_s", "tokens_per_second", "optimizer_s"):  # of the first batch
+        own = sorted(each[key] for each in stretches if each["batch"] == args.batch[0] and each[key] is not None)
+        found[key] = own[len(own) // 2] if own else None
+    found["steps_s"] = stretches[0]["steps_s"]
     found["losses"] = over_ranks(torch.stack(losses)).tolist()
     found["loss"] = sum(found["losses"][-LAST:]) / len(found["losses"][-LAST:])
     found["held_out_loss"] = over_ranks(training.held_out_loss()).item()
     if cuda and not training.sharded and not args.no_largest:
-        found["largest_batch"] = largest(training.fits, args.batch)
+        found["largest_batch"] = largest(training.fits, args.batch[0])
     return found
 
 
@@ -220,7 +251,8 @@ def error_in(output: str) -> str:
 
 def in_a_process(args: argparse.Namespace, name: str, result: Path) -> dict[str, Any]:
     """What a process for this optimizer alone finds, or its error: one that fails must not hide the others."""
-    passed = [f"--{key}={getattr(args, key)}" for key in ("model", "steps", "batch", "length", "device")]
+    passed = [f"--{key}={getattr(args, key)}" for key in ("model", "steps", "repeats", "length", "device")]
+    passed += ["--batch", *map(str, args.batch), *["--compile"] * args.compile]
     passed += ["--no-largest"] * args.no_largest + [f"--torchrun={args.torchrun}"] * bool(args.torchrun)
     run = ["-m", "torch.distributed.run", "--standalone"]  # on a port that is free
     ranks = [*run, f"--nproc-per-node={args.torchrun}"] if args.torchrun else []
@@ -247,7 +279,9 @@ def chosen(args: argparse.Namespace) -> dict[str, str]:
 
 
 def run_all(args: argparse.Namespace) -> dict[str, Any]:
-    settings = {key: getattr(args, key) for key in ("model", "steps", "batch", "length", "torchrun")}
+    settings = {
+        key: getattr(args, key) for key in ("model", "steps", "batch", "length", "repeats", "compile", "torchrun")
+    }
     report: dict[str, Any] = {"machine": machine(torch.device(args.device), args.commit), **settings, "results": {}}
     with tempfile.TemporaryDirectory() as folder:
         for number, (name, reason) in enumerate(chosen(args).items()):

@@ -26,6 +26,7 @@ def adamw(path: str, dtype: torch.dtype = BF16, dtensors: bool = True, **options
 RUNS: dict[str, Contender] = {
     "torch AdamW fused, FP32 parameters": torch_adamw("", FP32, 28, fused=True),
     "torch AdamW fused around FP32 masters, BF16": Contender("", BF16, 28, MastersAround, dtensors=False),
+    "torch AdamW fused, BF16 parameters, no masters": torch_adamw("", BF16, 14, fused=True),
     "bitsandbytes AdamW8bit, FP32 parameters": adamw("bitsandbytes.optim:AdamW8bit", FP32, dtensors=False),
     "bitsandbytes AdamW8bit, BF16, no master": adamw("bitsandbytes.optim:AdamW8bit", dtensors=False),
     "torchao AdamW8bit, FP32 parameters": adamw("torchao.optim:AdamW8bit", FP32),
