@@ -92,7 +92,7 @@ class Training:
         # FSDP2 computes in BF16 by its policy; one device does so by autocast, where parameters are FP32.
         self.autocast = contender.dtype is torch.float32 and not self.sharded
         for block in self.model.blocks if args.compile else ():
-            block.compile()
+            block.compile(dynamic=False)
         self.marks: list[torch.cuda.Event] = []  # before and after each step of the optimizer
         give_back(device)
 
