@@ -277,6 +277,21 @@ def test_copies_have_the_true_count(copier: Callable[[FusedAdam], FusedAdam], gp
 
 
 @pytest.mark.cuda
+def test_a_step_written_from_outside(gpu: str) -> None:
+    replayed, eager = warmed_up(FORMATS[0], MASTERS[0]), warmed_up(FORMATS[0], MASTERS[0])
+    graph = replayed.captured()
+    for training in (replayed, eager):
+        training.optimizer.param_groups[0]["step"] = 1000
+    assert replayed.shown_step() == 1000
+    replayed.step()
+    eager.step()
+    graph.replay()
+    eager.step()
+    assert_same(replayed, eager)
+    assert replayed.shown_step() == 1002
+
+
+@pytest.mark.cuda
 def test_refused_captures(gpu: str, use_backend: Callable[[str], None]) -> None:
     """And the optimizer works as before."""
 
@@ -301,6 +316,20 @@ def test_refused_captures(gpu: str, use_backend: Callable[[str], None]) -> None:
     use_backend("")
     training.captured().replay()
     assert training.shown_step() == 2
+
+
+@pytest.mark.cuda
+def test_capture_with_unusual_gradients(gpu: str) -> None:
+    """Not contiguous: the copies become part of the graph."""
+    replayed, eager = warmed_up(FORMATS[0], MASTERS[0]), warmed_up(FORMATS[0], MASTERS[0])
+    for training in (replayed, eager):
+        for param in training.params:
+            param.grad = torch.zeros(*param.shape, 2, device=gpu)[..., 0]
+    graph = replayed.captured()
+    for _ in range(5):
+        graph.replay()
+        eager.step()
+    assert_same(replayed, eager)
 
 
 @pytest.mark.cuda
