@@ -188,10 +188,7 @@ def test_masters_are_the_values_that_were_loaded(recipe: str, any_backend: str, 
 
 
 PARTS: dict[str, tuple[Any, ...]] = {
-    "a row": (3,),
     "rows": (slice(2, 140),),
-    "a column": (slice(None), 3),
-    "an element": (5, 7),
     "columns": (slice(None), slice(0, 64)),
 }
 

@@ -137,11 +137,12 @@ def test_copies_loads_and_moves() -> None:
 
 
 def test_exports_hold_plain_tensors(tmp_path: Path) -> None:
-    """Also of a layer that shares such a weight since, and of one that is saved without the model."""
-    layers = quantize_model_(model(128), RECIPES["one scale"][0])
-    head = nn.Linear(128, 128, bias=False)
+    """Also of layers that share such a weight, and of one that is saved without the model."""
+    layers = model(128)
+    head = nn.Linear(128, 128, bias=False, dtype=layers[0].weight.dtype)
     head.weight = layers[0].weight
     layers.append(head)
+    quantize_model_(layers, RECIPES["one scale"][0], filter_fn=lambda module, _: isinstance(module, nn.Linear))
     expected = {name: plain_values(param).detach() for name, param in layers.named_parameters(remove_duplicate=False)}
     assert set(expected) == {"0.weight", "0.bias", "2.weight", "3.weight"}
     for found in (layers.state_dict(), {f"3.{name}": value for name, value in head.state_dict().items()}):

@@ -443,9 +443,7 @@ def make_like_shards(recipes: list[str]) -> dict[str, list[str]]:
     """What users' functions make of sharded weights and of gathered ones: plain tensors, placed as of plain weights."""
     makers = [
         torch.zeros_like,
-        torch.empty_like,
-        lambda weight: torch.zeros_like(weight, device=weight.device),
-        lambda weight: weight.new_zeros(4, weight.shape[1]),
+        lambda weight: torch.empty_like(weight, dtype=torch.float32),
         lambda weight: weight.new_empty(weight.shape[0], 4),
         lambda weight: weight.new_ones(weight.shape),
     ]

@@ -82,15 +82,6 @@ REPLACED = {
     "torch.distributed.checkpoint.state_dict._gather_state_dict",
     "torch.distributed._state_dict_utils._broadcast_tensors",
     "torch.optim.swa_utils.AveragedModel.__init__",
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.__init__",
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.reset_sharded_param",
-    "torch.distributed.tensor.placement_types.Shard._split_tensor",
-    "torch.distributed.tensor.placement_types._StridedShard._split_tensor",
-    "torch.nn.modules.module.Module._apply",
-    "torch.distributed.checkpoint._state_dict_stager.StateDictStager.stage",
-    "torch.distributed._state_dict_utils._iterate_state_dict",
-    "torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.set_up_planner",
-    "torch.distributed.checkpoint.format_utils.BroadcastingTorchSaveReader.read_data",
 }
 # attributes(): of torch's modules and of the classes in them, by qualified names; how many hooks there are, too.
 ATTRIBUTES = """

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from fused_optim.quantized.fp8 import casts
 from fused_optim.quantized.recipes import Components, Encoding, Recipe, as_matrix, codec
 from fused_optim.quantized.tensor import QuantizedTensor, all_gather, patches
-from fused_optim.quantized.tensor.dispatch import NO_RECIPE, as_parameter, asked_by, called_by
+from fused_optim.quantized.tensor.dispatch import NO_RECIPE, as_parameter, asked_by
 from fused_optim.sharding.dtensor import dense, local_tensor, rewrap_like
 
 aten = torch.ops.aten
@@ -145,8 +145,6 @@ class KeptWeight(Tensor):
         if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
             return func.decompose(*args, **kwargs)
         out = func(*_plain(args), **_plain(kwargs))
-        if func is aten.detach.default and called_by(nn.Module.state_dict):  # whatever modules hold the weight
-            return out
         if func in _MAKES_WEIGHTS and isinstance(args[0], KeptWeight):
             return return_and_correct_aliasing(func, args, kwargs, _weights(func, args, out))
         if func._schema.is_mutable:  # what it has written into is what it returns
@@ -209,7 +207,7 @@ def _weights(func: OpOverload, args: tuple[Any, ...], out: Any) -> Any:
     return KeptWeight(out, source.recipe, source.padded_rows if cuts or out.shape == source.shape else 0)
 
 
-# --- quantized --------------------------------------------------------------------------------------------------------
+# --- quantized -----------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -257,7 +255,7 @@ def quantized(weight: KeptWeight) -> QuantizedTensor:
     return found
 
 
-# --- modules ----------------------------------------------------------------------------------------------------------
+# --- modules -------------------------------------------------------------------------------------------------------
 
 
 def kept_weight(tensor: Tensor | None) -> KeptWeight | None:
@@ -279,9 +277,17 @@ def plain_values(tensor: Tensor) -> Tensor:
     return tensor if kept is None else rewrap_like(kept.plain.detach(), tensor)
 
 
-def keep_assigned(module: nn.Module) -> None:
-    """Let ``load_state_dict(assign=True)`` make kept weights of a module's parameters that were kept weights."""
+def follow_kept_weights(module: nn.Module) -> None:
+    """Let state dicts hold plain tensors, and ``load_state_dict(assign=True)`` make kept weights of them."""
+    module.register_state_dict_post_hook(_show_plain)
     module.register_load_state_dict_pre_hook(_keep_assigned)
+
+
+def _show_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    for key, param in module._parameters.items():
+        value = state_dict.get(prefix + key)
+        if isinstance(value, Tensor) and value is not param and kept_weight(value) is not None:
+            state_dict[prefix + key] = plain_values(value)
 
 
 def _keep_assigned(

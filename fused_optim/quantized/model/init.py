@@ -17,7 +17,7 @@ from fused_optim.memory import copies
 from fused_optim.memory.replaced import mark_replaced
 from fused_optim.quantized.adapters import update
 from fused_optim.quantized.fp8 import linear
-from fused_optim.quantized.fp8.kept import keep_assigned, kept_like, kept_weight
+from fused_optim.quantized.fp8.kept import follow_kept_weights, kept_like, kept_weight
 from fused_optim.quantized.model.selection import (
     Chosen,
     Filter,
@@ -115,7 +115,7 @@ def replace_parameters(models: Sequence[nn.Module], chosen: Sequence[Chosen], *,
         for key, param in tied.items():
             module._parameters[key] = replaced[param]
         if any(kept_weight(replaced[param]) is not None for param in tied.values()):
-            keep_assigned(module)
+            follow_kept_weights(module)
         if tied:
             module.register_load_state_dict_pre_hook(_refuse_codes)
             module.register_load_state_dict_pre_hook(_quantize_assigned)
@@ -269,9 +269,18 @@ def discard_high_precision_init(model: nn.Module) -> None:
 
 
 def _pending(params: Sequence[Tensor]) -> list[Tensor]:
-    """The parameters that some rank has to quantize: ranks without rows have nothing, and take part all the same."""
+    """The parameters that some rank has to quantize: ranks without rows have nothing, and take part all the same.
+
+    Raises RuntimeError, on all ranks, for what ``to_empty`` has made and nobody has filled.
+    """
     flags = {}
     for param in params:
         local = local_weight(param)
-        flags[param] = torch.tensor([float(local.is_pending)], dtype=torch.float32, device=local.device)
-    return [param for param, flag in update.reduce_over_shards(flags).items() if flag.item()]
+        flag = 2.0 if local.is_unfilled else float(local.is_pending)
+        flags[param] = torch.tensor([flag], dtype=torch.float32, device=local.device)
+    reduced = {param: flag.item() for param, flag in update.reduce_over_shards(flags).items()}
+    for param, flag in reduced.items():
+        local_weight(param).check_filled()
+        if flag == 2.0:
+            raise RuntimeError(f"{local_weight(param).prefix}another rank has written only a part of its shard")
+    return [param for param, flag in reduced.items() if flag]

@@ -44,6 +44,10 @@ class Chosen(NamedTuple):
 def check_arguments(recipe: object, filter_fn: object, param_filter: object) -> None:
     """Raise TypeError for what is no recipe, no pattern or no filter, ValueError for several ways to pick at once."""
     if isinstance(recipe, Mapping):
+        if not any(each is not None for each in recipe.values()):
+            raise ValueError(
+                f"recipe: {dict(recipe)} has no recipe at all; leave out the call to keep all weights plain"
+            )
         for pattern, each in recipe.items():
             if not isinstance(pattern, str):
                 raise TypeError(f"recipe: expected patterns of names as keys, got {pattern!r}")
@@ -174,7 +178,7 @@ def _is_of_experts(module: nn.Module, key: str, name: str) -> bool:
     return not is_embedding(path_end) and (param.shape[0] > 1 or is_expert(name))
 
 
-# --- patterns of names ------------------------------------------------------------------------------------------------
+# --- patterns of names ---------------------------------------------------------------------------------------------
 
 
 def _by_patterns(models: Sequence[nn.Module], recipes: Mapping[str, Recipe | None]) -> Iterator[Chosen]:

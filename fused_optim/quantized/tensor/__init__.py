@@ -1,9 +1,7 @@
 """``QuantizedTensor``, and torch's operations, collectives and FSDP2 with it."""
 
 from fused_optim.quantized.tensor import collectives as _collectives  # noqa: F401  registers broadcasts and scatters
-from fused_optim.quantized.tensor import factories as _factories  # noqa: F401  tensors like a weight
-from fused_optim.quantized.tensor import in_place as _in_place  # noqa: F401  what writes into weights
-from fused_optim.quantized.tensor import operations as _operations  # noqa: F401  copies and views
+from fused_optim.quantized.tensor import operations as _operations  # noqa: F401  registers all other operations
 from fused_optim.quantized.tensor.dispatch import Args, Kwargs, decoded
 from fused_optim.quantized.tensor.quantized_tensor import (
     Initials,

@@ -23,7 +23,6 @@ from fused_optim.quantized.tensor.all_gather import padded_rows
 from fused_optim.quantized.tensor.dispatch import Args, Kwargs, decoded
 from fused_optim.quantized.tensor.quantized_tensor import QuantizedTensor, implements
 from fused_optim.quantized.tensor.weight import INITIAL, INITIAL_COMPONENT
-from fused_optim.quantized.tensor.written import ensure_initial
 
 aten = torch.ops.aten
 _INITIAL_DTYPES = (None, *ELEMENT_TYPES)
@@ -136,7 +135,7 @@ def _receive(tensor: QuantizedTensor, component: Component, buffer: Tensor, sent
     elif tensor.cut_from is None and not tensor.shared.has_optimizer:
         tensor.components[INITIAL] = buffer
     else:
-        ensure_initial(tensor, torch.float32).copy_(buffer)
+        tensor.ensure_initial(torch.float32).copy_(buffer)
 
 
 def _finish(tensor: QuantizedTensor, sent: _Sent) -> None:
@@ -145,6 +144,8 @@ def _finish(tensor: QuantizedTensor, sent: _Sent) -> None:
         tensor.drop_initial()
     elif sent.initial is None and tensor.initial is not None:
         tensor.initial.copy_(tensor.values().view(tensor.initial.shape))
+    if tensor.cut_from is None:
+        tensor.shared.filled = None
     if sent.pending:
         tensor.mark_pending()
     elif tensor.cut_from is None:

@@ -1,14 +1,10 @@
-"""Dispatch of torch's operations on quantized tensors: to registered handlers, or to decoded values."""
+"""Base of quantized weights and their views: torch's operations go to registered functions, or see decoded values."""
 
 from __future__ import annotations
 
-import enum
-import functools
-import inspect
 import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,27 +17,29 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Handler = Callable[[OpOverload, Args, Kwargs], Any]
 _Tensor = TypeVar("_Tensor", bound=Tensor)
+_Made = TypeVar("_Made")
 NO_RECIPE = cast(Recipe, None)  # of what is made by :func:`as_parameter`, and has its own
 
 
-class OperatorKind(enum.Enum):
-    """Kinds of functions without a handler of their own."""
-
-    VIEW = enum.auto()  # gives views of its argument
-    MUTABLE = enum.auto()  # writes into its arguments
-
-
 class Decodable(torch.Tensor):
-    """Base of quantized weights and their views: most of torch's operations see them as decoded plain tensors."""
+    """Base of quantized weights and their views.
 
-    # Of functions whose first tensors of this kind are of this class; here of all that have no handler of their own.
-    handlers: ClassVar[dict[OpOverload | OperatorKind, Handler]] = {}
+    ``handlers``: what a class implements itself. ``default_handler``: finds the function for any other operation.
+    """
+
+    handlers: ClassVar[dict[OpOverload, Handler]] = {}
+    default_handler: ClassVar[Callable[[OpOverload], Handler]]
 
     # As torch's own subclasses have it; only its stubs know another signature.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor of ``dtype``, or of the tensor's own; wherever the data lies."""
+        raise NotImplementedError
+
+    @property
+    def prefix(self) -> str:
+        """The parameter's name, where it is known, as the beginning of a message."""
         raise NotImplementedError
 
     def __dlpack__(self, **options: Any) -> Any:
@@ -55,7 +53,7 @@ class Decodable(torch.Tensor):
         cls, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         handler = cls.handlers.get(func)
-        return (_default_handler(func) if handler is None else handler)(func, args, kwargs or {})
+        return (Decodable.default_handler(func) if handler is None else handler)(func, args, kwargs or {})
 
 
 def as_parameter(kind: type[_Tensor], given: object, requires_grad: bool) -> _Tensor:
@@ -73,36 +71,19 @@ def as_parameter(kind: type[_Tensor], given: object, requires_grad: bool) -> _Te
 
 
 def asked_by(package: str) -> bool:
-    """True if a module of ``package`` calls the method that calls this."""
+    """True if a module of ``package`` calls the method that calls this.
+
+    Of ``data_ptr()`` and ``untyped_storage()`` torch needs nothing, Accelerate an address, safetensors an error.
+    """
     return bool(sys._getframe(2).f_globals.get("__name__", "").startswith(f"{package}."))
 
 
-Made = TypeVar("Made")
-
-
-def view_of(source: Tensor, make: Callable[..., Made], *args: Any) -> Made:
+def view_of(source: Tensor, make: Callable[..., _Made], *args: Any) -> _Made:
     """``make(*args)``: no inference tensor where ``source`` is none, as torch counts the versions of both together."""
     if torch.is_inference_mode_enabled() and not source.is_inference():
         with torch.inference_mode(False):
             return make(*args)
     return make(*args)
-
-
-_DEEPEST = 12  # calls between a function of torch and the handler of what it does, wrappers included
-
-
-def called_by(function: Callable[..., Any]) -> bool:
-    """True if ``function`` is on the stack, recognised by its code: it may be called under another name."""
-    code = inspect.unwrap(function).__code__
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_DEEPEST):
-        if frame is None or frame.f_code is code:
-            break
-        frame = frame.f_back
-    return frame is not None and frame.f_code is code
-
-
-# --- operations -------------------------------------------------------------------------------------------------
 
 
 def decoded(value: Any) -> Any:
@@ -116,31 +97,10 @@ def decoded(value: Any) -> Any:
     return value
 
 
-@functools.cache
-def _default_handler(func: OpOverload) -> Handler:
-    if func.namespace == "c10d":  # these write into their arguments, but their schemas do not say so
-        return _refuse
-    if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
-        return _decompose
-    if func._schema.is_mutable:
-        return Decodable.handlers[OperatorKind.MUTABLE]
-    is_view = any(result.alias_info is not None for result in func._schema.returns)
-    return Decodable.handlers[OperatorKind.VIEW] if is_view else call_decoded
-
-
-def call_default(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """Call the default handler of a function's kind."""
-    return _default_handler(func)(func, args, kwargs)
-
-
-def _refuse(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    raise RuntimeError(f"{func} takes no quantized weights; dequantize() gives a plain copy")
-
-
-def _decompose(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """Call a function through others, as autograd does; without autograd, as in inference mode, this does it."""
-    return func.decompose(*args, **kwargs)
-
-
-def call_decoded(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    return func(*decoded(args), **decoded(kwargs))
+def refuse(tensor: Decodable, what: object, why: str = "") -> NoReturn:
+    """Raise NotImplementedError for a write that quantized weights do not take."""
+    raise NotImplementedError(
+        f"{tensor.prefix}{what} cannot change a quantized weight in place{why}. FusedAdam updates one, copy_(values) "
+        "writes one, dequantize() gives a plain copy, dequantize_model_(model) plain weights, and a recipe with "
+        "keep_weights=True weights that take any operation"
+    )

@@ -1,44 +1,23 @@
 """Replacements in torch, made for the first quantized weight; importing this package replaces nothing.
 
-Each serves a case in which torch asks no tensor: it takes a tensor for what it is to gather, or waits for plain ones.
-Full tensors and full state dicts are plain, on any number of ranks. What ranks gather of quantized weights is decoded
-for them, but torch takes shortcuts if nothing is to be gathered: one rank has all of a weight, or every rank has. And
-state dicts of models that are not sharded may be broadcast, to ranks that wait for plain tensors.
-
-``w.new_zeros(rows, columns)`` may be FSDP2 that pads a shard, or a user who makes an adapter's weight.
-``w.chunk(2, 1)`` may be a cut between ranks, which has to be possible, or between gates, which may be any view. The
-arguments are the same. So torch's functions that make a weight's own shards and copies tell while they run:
-:func:`torch_makes_weights`.
-
-Averages move by small parts of a format's steps, which rounding would take away: they would stay what they were first.
-
-docs/quantized.md lists all of them.
+Each serves a program in which torch asks no tensor: it takes one for what it is to gather, or waits for plain ones.
+docs/quantized.md lists them.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from torch import nn
 from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint import state_dict
-from torch.distributed.checkpoint._state_dict_stager import StateDictStager
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 from fused_optim.quantized.tensor.dispatch import Decodable, decoded
 from fused_optim.sharding.dtensor import local_tensor
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_torch_makes_weights = ContextVar("torch_makes_weights", default=False)
 
 
 @functools.cache
@@ -48,55 +27,26 @@ def install() -> None:
     state_dict._gather_state_dict = _gather_state_dict(state_dict._gather_state_dict)
     _state_dict_utils._broadcast_tensors = _broadcast_tensors(_state_dict_utils._broadcast_tensors)
     AveragedModel.__init__ = _average(AveragedModel.__init__)  # type: ignore[method-assign]
-    # shards, and what they are gathered from
-    FSDPParam.__init__ = _makes_weights(FSDPParam.__init__)  # type: ignore[method-assign]
-    FSDPParam.reset_sharded_param = _makes_weights(FSDPParam.reset_sharded_param)  # type: ignore[method-assign]
-    Shard._split_tensor = _makes_weights(Shard._split_tensor)  # type: ignore[method-assign]
-    _StridedShard._split_tensor = _makes_weights(_StridedShard._split_tensor)  # type: ignore[method-assign]
-    # parameters in the places of others: ``to_empty``
-    nn.Module._apply = _makes_weights(nn.Module._apply)  # type: ignore[method-assign]
-    # what checkpoints are staged in, and loaded into
-    StateDictStager.stage = _makes_weights(StateDictStager.stage)  # type: ignore[method-assign]
-    _state_dict_utils._iterate_state_dict = _makes_weights(_state_dict_utils._iterate_state_dict)
-    DefaultLoadPlanner.set_up_planner = _makes_weights(DefaultLoadPlanner.set_up_planner)  # type: ignore[method-assign]
-    reader = BroadcastingTorchSaveReader
-    reader.read_data = _makes_weights(reader.read_data)  # type: ignore[method-assign]
-
-
-def torch_makes_weights() -> bool:
-    """True while torch makes a weight's own shards and copies, so that tensors like a weight are weights."""
-    return _torch_makes_weights.get()
-
-
-def _makes_weights(original: Callable[_P, _R]) -> Callable[_P, _R]:
-    @functools.wraps(original)
-    def makes_weights(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        before = _torch_makes_weights.set(True)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _torch_makes_weights.reset(before)
-
-    return makes_weights
 
 
 def _redistribute(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
+    """For ``full_tensor()`` on one rank, which has nothing to gather: full tensors are plain on any number of ranks."""
+
     @functools.wraps(original)
     def redistribute(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
         result = original(self, *args, **kwargs)
-        if isinstance(result._local_tensor, Decodable) and _gathers(self, result):
+        pairs = zip(self.placements, result.placements, strict=True)
+        gathers = any(new.is_replicate() and not old.is_replicate() for old, new in pairs)
+        if gathers and isinstance(result._local_tensor, Decodable):
             result._local_tensor = result._local_tensor.dequantize()
         return result
 
     return redistribute
 
 
-def _gathers(before: DTensor, after: DTensor) -> bool:
-    pairs = zip(before.placements, after.placements, strict=True)
-    return any(new.is_replicate() and not old.is_replicate() for old, new in pairs)
-
-
 def _gather_state_dict(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """For ``get_model_state_dict(full_state_dict=True)``, which takes weights that are not sharded as they are."""
+
     @functools.wraps(original)
     def gather_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
         gathered: dict[str, Any] = decoded(original(*args, **kwargs))
@@ -106,6 +56,8 @@ def _gather_state_dict(original: Callable[..., dict[str, Any]]) -> Callable[...,
 
 
 def _broadcast_tensors(original: Callable[..., None]) -> Callable[..., None]:
+    """For ``set_model_state_dict(broadcast_from_rank0=True)`` of quantized weights: the others wait for plain ones."""
+
     @functools.wraps(original)
     def broadcast_tensors(full: dict[str, Any], local: dict[str, Any], keys: Sequence[str], *rest: Any) -> None:
         original({key: decoded(full[key]) for key in keys}, local, keys, *rest)
@@ -114,6 +66,8 @@ def _broadcast_tensors(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _average(original: Callable[..., None]) -> Callable[..., None]:
+    """For ``AveragedModel``, whose averages move by less than a format's steps: they would not change."""
+
     @functools.wraps(original)
     def initialise(self: AveragedModel, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         for name, param in model.named_parameters():

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.quantized.recipes import RECIPES, Components, Position, Recipe
 from fused_optim.quantized.tensor import all_gather
-from fused_optim.quantized.tensor.dispatch import Decodable, Handler, OperatorKind, asked_by
+from fused_optim.quantized.tensor.dispatch import Handler, asked_by
 from fused_optim.quantized.tensor.weight import INITIAL, Shared, Weight
 from fused_optim.sharding.dtensor import dense, local_tensor
 
@@ -70,7 +70,7 @@ class QuantizedTensor(Weight):
     which gives the same elements and scales that differ by no more than the dtype's rounding.
     """
 
-    handlers: ClassVar[dict[OpOverload | OperatorKind, Handler]] = {}
+    handlers: ClassVar[dict[OpOverload, Handler]] = {}
 
     # --- what torch asks tensors without memory of their own ------------------------------------------------------
 
@@ -302,13 +302,11 @@ def as_initial(values: Tensor) -> Tensor:
     return dense(values if values.dtype in ELEMENT_TYPES else values.float())
 
 
-def implements(
-    *functions: OpOverload | OperatorKind, of: type[Decodable] = QuantizedTensor
-) -> Callable[[Handler], Handler]:
-    """Register a handler for these functions of a class."""
+def implements(*functions: OpOverload) -> Callable[[Handler], Handler]:
+    """Register the implementation of operations on quantized weights."""
 
     def register(handler: Handler) -> Handler:
-        of.handlers.update(dict.fromkeys(functions, handler))
+        QuantizedTensor.handlers.update(dict.fromkeys(functions, handler))
         return handler
 
     return register

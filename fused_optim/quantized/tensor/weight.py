@@ -43,8 +43,9 @@ class Shared:
     FSDP2 has cut it by columns. ``in_layer``: a ``QuantizedLinear`` has it, as far as is known. ``name``: of the
     parameter, for messages. ``source``: the shard, if this was gathered. ``position``: of everything that shares this,
     in the weight. ``loaded``: the parts of a pending weight that bytes were copied into since; once these are all of
-    it, it is pending no more. ``before``: the codes and scales that it had before plain values were written into it
-    beside an optimizer's master: they tell written elements from others.
+    it, it is pending no more. ``filled``: the parts that were written of a weight that ``to_empty`` has made; None once
+    these are all of it, as of any other weight. ``before``: the codes and scales that it had before plain values were
+    written into it beside an optimizer's master: elements that come back as these show them were not written.
     """
 
     pending: bool = False
@@ -57,6 +58,7 @@ class Shared:
     source: Weight | None = field(default=None, compare=False)
     position: Position = WHOLE
     loaded: tuple[Region, ...] = ()
+    filled: tuple[Region, ...] | None = None
     before: Components | None = field(default=None, compare=False)
 
 
@@ -242,6 +244,16 @@ class Weight(Decodable):
             first, last, cut = first + offset, last + offset, of.cut_from
         return Region((self._start, self._start + self.weight_shape[0]), (first, last))
 
+    def _region_of(self, box: tuple[slice, ...]) -> Region:
+        """The region of a part of this in the whole weight, as a matrix; nothing of what cuts rows of three dims."""
+        shape, own = tuple(self.weight_shape), self._region
+        columns = box[1] if len(box) == 2 else slice(0, as_matrix(shape)[1])
+        whole_rows = all((each.start, each.stop) == (0, size) for each, size in zip(box[2:], shape[2:], strict=True))
+        whole_rows &= len(box) == 2 or (box[1].start, box[1].stop) == (0, shape[1])
+        rows = box[0] if whole_rows else slice(0, 0)
+        (first, _), (left, _) = own
+        return Region((first + rows.start, first + rows.stop), (left + columns.start, left + columns.stop))
+
     @property
     def _everything(self) -> Region:
         return Region((0, self._rows_of_whole), (0, as_matrix(self.whole.weight_shape)[1]))
@@ -250,6 +262,39 @@ class Weight(Decodable):
     def is_part(self) -> bool:
         """True if there is more of the weight here, padding aside."""
         return self.cut_from is not None and self._region != self._everything
+
+    def cut(self, dim: int, start: int, end: int, trims: bool = False, split: Position | None = None) -> Self:
+        """Rows (dim 0) or columns ``start`` to ``end``, as a view. Raises ValueError where a block cannot be cut.
+
+        With ``trims`` the first rows or columns may end within the last block: the others are padding. ``split``: what
+        copies of it, which are shards, will know of where they lie.
+        """
+        shape = tuple(self.weight_shape)
+        if self.is_rearranged or dim > 1:
+            lines = "flat or transposed views" if dim < 2 else f"shape {shape} in dim {dim}"
+            raise RuntimeError(f"{self.prefix}quantized weights can be cut in dims 0 and 1 only, not {lines}")
+        problem = self.cut_problem(dim, start, end, trims)
+        if problem is not None:
+            ranks = ", ".join(map(str, self.recipe.fitting_ranks(shape, dim)))
+            raise ValueError(f"{self.prefix}{problem}. It can be cut on {ranks} ranks")
+        first, last = matrix_range(shape, dim, start, end)
+        before = self.rows_before if dim == 0 else 0
+        components = {
+            part.name: cut_component(self.components[part.name], part, dim, first, last, before)
+            for part in self.recipe.components
+        }
+        cut_shape = [*shape]
+        cut_shape[dim] = end - start
+        return self.view_with(components, cut_shape, cut_from=(self, dim, start, end), split=split)
+
+    def cut_problem(self, dim: int, start: int, end: int, trims: bool) -> str | None:
+        """Why it cannot be cut so; None if it can."""
+        shape = tuple(self.weight_shape)
+        size, (first, last) = as_matrix(shape)[dim], matrix_range(shape, dim, start, end)
+        block = self.recipe.block_shape[dim]
+        if trims and start == 0 and -(-last // block) == -(-size // block):
+            return None
+        return self.recipe.cut_problem(first, last, size, dim)
 
     def take_position(self, position: Position) -> None:
         """Become the shard at this position; its memory was made for one that touches as many blocks as possible."""
@@ -282,13 +327,6 @@ class Weight(Decodable):
     @property
     def has_initial(self) -> bool:
         return INITIAL in self.whole.components
-
-    def check_has_initial(self, what: str) -> None:
-        if not self.has_initial:
-            raise RuntimeError(
-                f"{self.prefix}{what} cannot change a quantized weight in place: its initial values are not kept any "
-                "more. dequantize() gives a plain copy, copy_() writes one, dequantize_model_ makes plain weights"
-            )
 
     @property
     def before(self) -> Components | None:
@@ -349,6 +387,7 @@ class Weight(Decodable):
 
     def initial_values(self) -> Tensor:
         """FP32 values to start a master from: the initial ones if they are still there, else the decoded ones."""
+        self.check_filled()
         return self.values() if self.initial is None else self.initial.float().reshape(self.weight_shape)
 
     def values(self) -> Tensor:
@@ -357,6 +396,7 @@ class Weight(Decodable):
 
     def _decode(self, dtype: torch.dtype) -> Tensor:
         self.release_if_frozen()
+        self.check_filled()
         if self.is_pending and self.initial is not None:
             return self.initial.to(dtype, copy=True, memory_format=torch.contiguous_format).view(self.weight_shape)
         self.check_not_freed()
@@ -381,6 +421,50 @@ class Weight(Decodable):
         codec.encode(tiles.pieces(weight, self.rows_before))
         self.mark_quantized()
 
+    def ensure_initial(self, dtype: torch.dtype) -> Tensor:
+        """The initial values, of this part; where there are none, the decoded ones in ``dtype`` become them.
+
+        These are freed once they are quantized or, where there is an optimizer, when its masters have followed them.
+        """
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"{self.prefix}compiled code cannot change a quantized weight: its graphs decode it only"
+            )
+        whole, shared = self.whole, self.shared
+        if INITIAL not in whole.components:
+            if shared.has_optimizer:
+                dtype = torch.float32  # which masters can be compared with
+                shared.before = {part.name: whole.components[part.name].clone() for part in self.recipe.components}
+            shape = tuple(whole.weight_shape)
+            values = tiles.decode(whole.recipe, whole.components, shape, torch.float32, whole.rows_before)
+            whole.components[INITIAL] = values.to(dtype).view(as_matrix(shape))
+            shared.discard = not shared.has_optimizer
+        initial = self.initial
+        assert initial is not None
+        return initial
+
+    def write_initial(self, values: Tensor, box: tuple[slice, ...] | None = None) -> Tensor:
+        """Store plain values as initial values. ``box``: the part of each dim that they are for; None: all of this.
+
+        Beside an optimizer's masters, elements that are only what the weight decodes to stay what was written before.
+        Returns the values to be quantized.
+        """
+        initial = self.ensure_initial(values.dtype if values.is_floating_point() else torch.float32)
+        target = initial.view(self.weight_shape)[... if box is None else box]
+        before = self.before
+        if before is not None and not self.is_pending and not self.is_unfilled:
+            old = tiles.decode(self.recipe, before, self.weight_shape, torch.float32, self.rows_before)
+            now, old = (x[... if box is None else box] for x in (self.values(), old))
+            values = torch.where(_shows(values, now, self.dtype) & ~_shows(values, old, self.dtype), target, values)
+        target.copy_(values)
+        return values
+
+    def write_pending(self, values: Tensor, box: tuple[slice, ...] | None = None) -> None:
+        """:meth:`write_initial` of values that ``finish_initialization`` is to quantize."""
+        self.write_initial(values, box)
+        self.mark_pending()
+        self.mark_filled(None if box is None else self._region_of(box))
+
     def forget_scales(self) -> None:
         """Zero tensor-wide scales and histories, before values that have nothing to do with the earlier ones."""
         for part in self.of_whole_weight():
@@ -398,7 +482,7 @@ class Weight(Decodable):
 
     def mark_quantized(self) -> None:
         """Note that the data was quantized from the initial values as they are, or from later ones."""
-        self.shared.pending, self.shared.loaded = False, ()
+        self.shared.pending, self.shared.loaded, self.shared.filled = False, (), None
         if self.shared.discard:
             self.discard_high_precision_init()
 
@@ -411,8 +495,19 @@ class Weight(Decodable):
         """Note that initial values were changed: the weight decodes to them until they are quantized."""
         self.shared.pending, self.shared.loaded = True, ()
 
+    def mark_filled(self, region: Region | None = None) -> None:
+        """Note that values, of any kind, were written here, or into a ``region`` of the whole weight."""
+        if self.shared.filled is not None:
+            filled = joined(self.shared.filled, self._region if region is None else region)
+            (_, rows), columns = self._everything
+            whole = (
+                len(filled) == 1 and filled[0].rows[0] == 0 and filled[0].rows[1] >= rows
+            )  # padding may be filled, too
+            self.shared.filled = None if whole and filled[0].columns == columns else filled
+
     def mark_loaded(self) -> None:
         """Note that bytes were copied here, and into the initial values if there are any."""
+        self.mark_filled()
         if not self.is_pending:
             return
         self.shared.loaded = joined(self.shared.loaded, self._region)
@@ -424,7 +519,20 @@ class Weight(Decodable):
         """True if plain values were written and not quantized since."""
         return self.shared.pending and self.numel() > 0 and not self.is_meta
 
+    @property
+    def is_unfilled(self) -> bool:
+        """True for what ``to_empty`` has made, until all of it was written."""
+        return self.shared.filled is not None and self.numel() > 0 and not self.is_meta
+
+    def check_filled(self) -> None:
+        if self.is_unfilled:
+            raise RuntimeError(
+                f"{self.prefix}{'only a part' if self.shared.filled else 'nothing'} of a quantized weight was written "
+                "since it was made without values, as to_empty() does: initialise, or load, all of it"
+            )
+
     def check_quantized(self) -> None:
+        self.check_filled()
         if self.is_pending:
             raise RuntimeError(
                 f"{self.prefix}plain values were written into a quantized weight but not quantized yet: call "
@@ -457,3 +565,8 @@ class Weight(Decodable):
                     f"{self.prefix}component {component.name!r} of a quantized weight: expected {component.dtype} of "
                     f"shape {shape} on {self.device}, got {part.dtype} of shape {tuple(part.shape)} on {part.device}"
                 )
+
+
+def _shows(values: Tensor, decoded: Tensor, dtype: torch.dtype) -> Tensor:
+    """Mask of the values that are decoded ones, or these as ``dtype``."""
+    return (values == decoded) | (values == decoded.to(dtype))
