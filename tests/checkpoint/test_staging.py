@@ -24,7 +24,6 @@ from fused_optim.checkpoint.stage import _is_captured, _memory_of, _Sources
 from fused_optim.memory import host_memory
 from fused_optim.memory.host_memory import HostBuffers
 from fused_optim.quantized import QuantizedTensor
-from fused_optim.quantized.tensor.written import keep_plain
 from fused_optim.sharding.dtensor import keep_chunks, local_tensor
 from fused_optim.state.values import LazyTensor
 from native_cases import tensors_of, train, trained
@@ -96,7 +95,7 @@ def test_quantized_weights_are_copied_as_codes(recipe: str) -> None:
     before = run.model.state_dict()["uneven.weight"].clone()
     staged = PinnedStager(run.optimizer).stage(state_of(run, "native", "stager"))
     run.train(2, 4)
-    keep_plain(run.model.uneven.weight.data, torch.ones(run.model.uneven.weight.shape))  # which makes it stale
+    run.model.uneven.weight.data.write_pending(torch.ones(run.model.uneven.weight.shape))  # which makes it stale
     weight = staged.result()["model"]["uneven.weight"]
     assert same_components(weight, before) and not weight.is_pending
     assert_same(values_of(staged.result()), expected)
@@ -112,7 +111,7 @@ def test_what_happens_to_a_weight_while_it_is_copied_did_not_happen_to_the_copy(
     copied = [tensor.clone() for tensor in sources.tensors]
     before = weight.clone()
     if kept:
-        keep_plain(weight, torch.ones(weight.shape))
+        weight.write_pending(torch.ones(weight.shape))
     else:
         weight.components = {name: torch.zeros(1) for name in weight.components}
     rebuilt = sources.rebuild(tree, copied)["weight"]

@@ -29,7 +29,6 @@ from fused_optim.quantized import (
     finish_initialization,
 )
 from fused_optim.quantized.recipes import codec as quantizer
-from fused_optim.quantized.tensor.written import keep_plain
 from pairwise import pairwise
 from peers import FusedAdam
 from quantized_cases import RECIPES, Run, values
@@ -358,7 +357,7 @@ def test_initial_values_that_come_back_are_freed(engine: str) -> None:
     training.steps(0, 2)
     weight = training.params()[0]
     assert isinstance(weight, QuantizedTensor) and not weight.has_initial
-    keep_plain(weight, torch.full_like(weight, 2.0))
+    weight.write_pending(torch.full_like(weight, 2.0))
     finish_initialization(nn.ParameterList([weight]))
     assert weight.has_initial
     training.set_gradients(2)
