@@ -395,12 +395,14 @@ class Weight(Decodable):
         return self._decode(torch.float32)
 
     def _decode(self, dtype: torch.dtype) -> Tensor:
-        self.release_if_frozen()
-        self.check_filled()
-        if self.is_pending and self.initial is not None:
+        if not self.requires_grad:
+            self.release_if_frozen()
+        pending = self.shared.pending and self.is_pending
+        if pending and self.initial is not None and not self.is_unfilled:
             return self.initial.to(dtype, copy=True, memory_format=torch.contiguous_format).view(self.weight_shape)
         self.check_not_freed()
-        self.check_quantized()
+        if pending or self.shared.filled is not None:
+            self.check_quantized()
         return tiles.decode(self.recipe, self.components, self.weight_shape, dtype, self.rows_before)
 
     def of_whole_weight(self) -> list[Tensor]:
