@@ -1,7 +1,7 @@
 """Linear layers whose three products run in FP8 (``products.py``), forward and backward, with and without a compiler.
 
-``quantize_model_`` makes an ``nn.Linear`` a :class:`QuantizedLinear`, which decodes the weight where products do not run
-in FP8. Compilers see one operator, ``fused_optim::linear``, and trace what is within it.
+``quantize_model_`` makes an ``nn.Linear`` a :class:`QuantizedLinear`, which decodes the weight where products do not
+run in FP8. Compilers see one operator, ``fused_optim::linear``, and trace what is within it.
 """
 
 from __future__ import annotations
