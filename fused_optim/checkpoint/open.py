@@ -233,7 +233,7 @@ _Chunks = dict[tuple[int, ...], _StorageInfo]  # by offsets
 
 
 class DcpFolder(Source):
-    """Tensors are read by :class:`reader.Reader` into buffers, or one after the other as they were saved."""
+    """Tensors are read by ``read.Reader`` into buffers, or one after the other as they were saved."""
 
     kind = "torch.distributed.checkpoint"
 
