@@ -119,3 +119,13 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_ALWAYS, RELEASES),
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_groups": RELEASES[1:],
 }
+
+# What quantized/tensor/patches.py replaces in torch when the first quantized weight is made, and the program that needs
+# it. Contexts replace for their time: quantized_model_init notes modules and optimizers that are made, and
+# integrations/megatron.py adds the package's optimizers to Megatron's choices.
+REPLACED = {
+    "torch.distributed.tensor.DTensor.redistribute": "full_tensor() on one rank gives plain values, as on several",
+    "torch.distributed.checkpoint.state_dict._gather_state_dict": "get_model_state_dict(full_state_dict=True)",
+    "torch.distributed._state_dict_utils._broadcast_tensors": "set_model_state_dict(broadcast_from_rank0=True)",
+    "torch.optim.swa_utils.AveragedModel.__init__": "averages would be rounded to codes, and stand still: refused",
+}

@@ -10,6 +10,7 @@ import torch
 import fresh
 from distributed import assert_same
 from fused_optim.quantized import QuantizedTensor
+from fused_optim.torch_versions import REPLACED
 from quantized_cases import RECIPES, plain_model, quantize_model_
 
 REBUILD = "fused_optim.quantized.tensor.rebuild"  # what files name
@@ -76,13 +77,6 @@ assert dir(fused_optim).count("quantized") == 1
 
 # --- what is replaced in torch ----------------------------------------------------------------------------------
 
-# As docs/quantized.md has it.
-REPLACED = {
-    "torch.distributed.tensor.DTensor.redistribute",
-    "torch.distributed.checkpoint.state_dict._gather_state_dict",
-    "torch.distributed._state_dict_utils._broadcast_tensors",
-    "torch.optim.swa_utils.AveragedModel.__init__",
-}
 # attributes(): of torch's modules and of the classes in them, by qualified names; how many hooks there are, too.
 ATTRIBUTES = """
 import types, warnings
@@ -131,13 +125,13 @@ for before, after in zip(found, found[1:]):
     )
     on_import, first, second, _ = found.split("\n")
     assert on_import == second == ""
-    assert set(first.split()) == REPLACED
+    assert set(first.split()) == REPLACED.keys()
 
 
 def test_the_documents_list_what_is_replaced() -> None:
     section = (ROOT / "docs" / "quantized.md").read_text().split("## What is replaced in torch")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| `")]
-    assert {row.split("`")[1] for row in rows} == REPLACED
+    assert {row.split("`")[1] for row in rows} == REPLACED.keys()
 
 
 # --- files ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Replacements in torch, made for the first quantized weight; importing this package replaces nothing.
 
 Each serves a program in which torch asks no tensor: it takes one for what it is to gather, or waits for plain ones.
-docs/quantized.md lists them.
+``torch_versions.REPLACED`` lists them.
 """
 
 from __future__ import annotations
