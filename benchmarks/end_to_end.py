@@ -207,15 +207,24 @@ def measure(args: argparse.Namespace, contender: Contender, device: torch.device
         "reserved_bytes": torch.cuda.max_memory_reserved(device) if cuda else None,
         "stretches": stretches,
     }
-    for key in ("step_s", "tokens_per_second", "optimizer_s"):  # of the first batch
-        own = sorted(each[key] for each in stretches if each["batch"] == args.batch[0] and each[key] is not None)
-        found[key] = own[len(own) // 2] if own else None
+    found["by_batch"] = {str(batch): medians(stretches, batch) for batch in args.batch}
+    found |= found["by_batch"][str(args.batch[0])]
     found["steps_s"] = stretches[0]["steps_s"]
     found["losses"] = over_ranks(torch.stack(losses)).tolist()
     found["loss"] = sum(found["losses"][-LAST:]) / len(found["losses"][-LAST:])
     found["held_out_loss"] = over_ranks(training.held_out_loss()).item()
     if cuda and not training.sharded and not args.no_largest:
         found["largest_batch"] = largest(training.fits, args.batch[0])
+    return found
+
+
+def medians(stretches: Sequence[dict[str, Any]], batch: int) -> dict[str, float | None]:
+    """Of the stretches with a batch, by key."""
+    own = [each for each in stretches if each["batch"] == batch]
+    found: dict[str, float | None] = {}
+    for key in ("step_s", "tokens_per_second", "optimizer_s"):
+        values = sorted(each[key] for each in own if each[key] is not None)
+        found[key] = values[len(values) // 2] if values else None
     return found
 
 
