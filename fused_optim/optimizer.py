@@ -481,30 +481,7 @@ class ShardedOptimizer(Optimizer, OfOptimizers):
         Entries of ``optimizer.state`` whose keys are no tensors are users', and saved as they are. States of
         parameters that are in no param group any more are left out. Hooks run as in torch.optim.
         """
-        settings = self.settings
-        return self.state_dict_as(settings.checkpoint_format, settings.checkpoint_device)
-
-    @entry(idle=False)
-    def state_dict_as(self, form: CheckpointFormat, device: CheckpointDevice) -> dict[str, Any]:
-        """:meth:`state_dict` in this form and for this device, whatever the options are: saves ask so.
-
-        Options stay as they are, and hooks see them so.
-        """
-        self.stepper.check_idle("state_dict()")
-        self._forget_compilers_key()
-        self._reconcile()
-        self.stepper.restart_counters()
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
-        if form == "torch":
-            state_dict = torch_state_dict(self.store, device)
-        else:
-            options = Options(form, device, self._saves_int16_remainders)
-            state_dict = make_state_dict(self.store, options)
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            replaced = post_hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        return state_dict
+        return state_dict_as(self, self.settings.checkpoint_format, self.settings.checkpoint_device)
 
     @entry
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -533,3 +510,26 @@ class ShardedOptimizer(Optimizer, OfOptimizers):
     def _keeping(self, state_dict: dict[str, Any]) -> Collection[Tensor]:
         """Parameters whose states stay as they are."""
         return ()
+
+
+@between_graphs
+@ungraded
+def state_dict_as(optimizer: ShardedOptimizer, form: CheckpointFormat, device: CheckpointDevice) -> dict[str, Any]:
+    """``optimizer.state_dict()`` in this form and for this device, whatever the options are: saves ask so.
+
+    Options stay as they are, and hooks see them so.
+    """
+    optimizer.stepper.check_idle("state_dict()")
+    optimizer._forget_compilers_key()
+    optimizer._reconcile()
+    optimizer.stepper.restart_counters()
+    for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
+        pre_hook(optimizer)
+    if form == "torch":
+        state_dict = torch_state_dict(optimizer.store, device)
+    else:
+        state_dict = make_state_dict(optimizer.store, Options(form, device, optimizer._saves_int16_remainders))
+    for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
+        replaced = post_hook(optimizer, state_dict)
+        state_dict = state_dict if replaced is None else replaced
+    return state_dict

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fused_optim.checkpoint.plan import ENTRIES
 from fused_optim.decorators import callers_level
-from fused_optim.optimizer import ShardedOptimizer
+from fused_optim.optimizer import ShardedOptimizer, state_dict_as
 from fused_optim.options.checks import check_belongs, check_order, check_whole
 from fused_optim.options.reading import CheckpointDevice, CheckpointFormat
 from fused_optim.rules import RULES
@@ -101,7 +101,7 @@ class Collector:
     def optimizer_state(self, form: CheckpointFormat, device: CheckpointDevice) -> dict[str, Any]:
         """The optimizer's state dict with the parameters' names in place of their numbers."""
         optimizer, params = self._optimizer, self._optimizer.store.params
-        state = optimizer.state_dict_as(form, device)
+        state = state_dict_as(optimizer, form, device)
         if not all(param in self._names for param in params):
             self._names = {param: names[0] for param, names in parameter_names(self._model).items()}
         names = [self._names[param] for param in params]
