@@ -413,8 +413,13 @@ class ShardedOptimizer(Optimizer, OfOptimizers):
             return None
         with torch.enable_grad():
             loss = closure()
-        between_graphs(self.stepper.step)(self, scaler)  # the closure may be traced; all else of a step is not
+        self._update(scaler)
         return loss
+
+    @between_graphs
+    def _update(self, scaler: torch.amp.GradScaler | None) -> None:
+        """After a closure, which may be traced; all else of a step is not."""
+        self.stepper.step(self, scaler)
 
     # --- published changes --------------------------------------------------------------------------------------
 
