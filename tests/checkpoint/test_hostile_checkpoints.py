@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint import metadata as of_torch
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
@@ -25,7 +24,6 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
     TensorProperties,
-    TensorStorageMetadata,
 )
 
 import cases
@@ -110,7 +108,7 @@ def test_metadata_runs_no_code(entry: str, checkpoint: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-@pytest.mark.parametrize("hostile", [eval, os.system, setattr, torch.load, PosixPath.unlink, io.open, nn.Linear])
+@pytest.mark.parametrize("hostile", [eval, os.system, torch.load, PosixPath.unlink])
 def test_names_that_metadata_has_no_use_for(hostile: Any, protocol: int, checkpoint: Path) -> None:
     (checkpoint / ".metadata").write_bytes(pickle.dumps({"x": hostile}, protocol))
     with pytest.raises(ValueError, match=r"\.metadata cannot be read \(it names "):
@@ -174,30 +172,12 @@ def stated_properties(strides: Any, encoding: Any = CONTIGUOUS) -> Call:
     return Call(TensorProperties, state=(torch.int8, layout, False, encoding, False, strides))
 
 
-def without_check(kind: type, **attributes: Any) -> Any:
-    """An object of torch's with any attributes."""
-    made = kind.__new__(kind)
-    vars(made).update(attributes)
-    return made
-
-
-class Beyond(Metadata):
-    """Pickled with a state beside the usual one: ``setattr`` on whatever it is given to."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Metadata, ({},), (None, {"__setstate__": torch.Size, "x": 1})
-
-
 # What is changed in the metadata, and what is said of it. Integers are as large as pickles make them with few bytes.
 HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a size of objects": (lambda m: setattr(tensor_of(m), "size", Call(torch.Size, (1, "2"))), "item 1 is 'str'"),
     "a size of a size": (
         lambda m: setattr(tensor_of(m), "size", Call(torch.Size, (place_of(m),))),
         "item 0 is '_StorageInfo'",
-    ),
-    "a size without arguments": (
-        lambda m: setattr(tensor_of(m), "size", Call(torch.Size)),
-        "a part has 4 dims, the tensor has 0",
     ),
     "an attribute of a class": (
         lambda m: setattr(tensor_of(m), "properties", stated_properties(None, Call(getattr, Metadata, "__init__"))),
@@ -209,19 +189,10 @@ HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
         ),
         "memory format mro is unknown",
     ),
-    "an attribute of an attribute": (
-        lambda m: setattr(
-            tensor_of(m),
-            "properties",
-            stated_properties(None, Call(getattr, Call(getattr, _MEM_FORMAT_ENCODING, "mro"), "x")),
-        ),
-        "memory format mro is unknown",
-    ),
     "a negative size": (lambda m: setattr(tensor_of(m), "size", torch.Size([-1, 256])), "from 0 to 2"),
     "a size beyond 64 bits": (lambda m: setattr(tensor_of(m), "size", Call(torch.Size, (2**63, 1))), "from 0 to 2"),
     "an integer of a kilobyte": (lambda m: setattr(place_of(m), "offset", 1 << 8000), "from 0 to 2"),
     "a bool as a number": (lambda m: setattr(place_of(m), "length", True), "found bool"),
-    "bytes": (lambda m: setattr(place_of(m), "relative_path", b"x" * 1000), "found bytes"),
     "a negative offset": (lambda m: setattr(place_of(m), "offset", -5), "from 0 to 2"),
     "an offset beyond the file": (lambda m: setattr(place_of(m), "offset", 1 << 40), "is truncated: expected at"),
     "a length beyond the file": (lambda m: setattr(place_of(m), "length", 1 << 60), "is truncated: expected at"),
@@ -232,7 +203,6 @@ HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "a part of other dims": (lambda m: setattr(tensor_of(m).chunks[0], "offsets", torch.Size([0])), "a part has"),
     "no parts": (lambda m: tensor_of(m).chunks.clear(), "is stored, but not described"),
-    "parts of another class": (lambda m: tensor_of(m).chunks.append(place_of(m)), "found _StorageInfo"),
     "another layout": (
         lambda m: vars(tensor_of(m)).update(properties=Call(TensorProperties, state=(1, 2, 3, 4, 5))),
         "expected a torch.dtype, found int",
@@ -245,30 +215,12 @@ HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
         ),
         "layout os is unknown",
     ),
-    "an attribute that has no name": (
-        lambda m: vars(m).update({5: None}),
-        "the name of an attribute: expected str, found int.*damaged",
-    ),
-    "arguments": (
-        lambda m: m.state_dict_metadata.update(x=Call(TensorStorageMetadata, *[place_of(m)] * 3)),
-        "takes 1 positional argument but 4",
-    ),
-    "a class as a value": (lambda m: m.state_dict_metadata.update(x=TensorStorageMetadata), "found _Fixed"),
-    "a state that sets attributes": (
-        lambda m: m.state_dict_metadata.update(x=Beyond({})),
-        "takes 1 positional argument but 2",
-    ),
     "a key that is none": (lambda m: m.state_dict_metadata.update({5: BytesStorageMetadata()}), "a key: expected str"),
     "a path that is none": (lambda m: m.planner_data.update(x=(place_of(m),)), "expected names and numbers"),
     "places of what is not there": (
         lambda m: m.storage_data.update({MetadataIndex("nothing"): place_of(m)}),
         "it says where nothing is stored",
     ),
-    "an index of objects": (
-        lambda m: m.storage_data.update({without_check(MetadataIndex, fqn="x", offset=None, index=[]): place_of(m)}),
-        "it says where x is stored|found list",
-    ),
-    "another storage": (lambda m: m.storage_data.update({MetadataIndex("x"): tensor_of(m)}), "another kind of storage"),
 }
 
 
