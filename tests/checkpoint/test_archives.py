@@ -102,12 +102,6 @@ def test_parts_of_a_storage() -> None:
         assert torch.equal(found, tensor) and found.untyped_storage().nbytes() == tensor.nbytes
 
 
-def test_strides_of_single_rows() -> None:
-    archives = Archives()
-    for stride in (5, 99):
-        check(archives, torch.arange(5.0).as_strided((1, 5), (stride, 1)))
-
-
 def test_archives_without_checks() -> None:
     """torch can be told to leave the CRC-32 out: its files are written as it writes them."""
     torch.serialization.set_crc32_options(False)

@@ -6,13 +6,11 @@ many kills.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -78,14 +76,6 @@ def change_step(path: Path) -> None:
     path.write_text(path.read_text().replace('"step": 4', '"step": 9'))
 
 
-FILES = {
-    "manifest": MANIFEST,
-    "metadata": ".metadata",
-    "tensors": "__0_0.distcp",
-    "checksums": "fused_optim_checksums.json",
-}
-
-
 def make_folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
@@ -96,16 +86,9 @@ def make_circle(path: Path) -> None:
     path.symlink_to(path.name)
 
 
-def make_socket(path: Path) -> None:
-    path.unlink()
-    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as made:  # names of sockets are short
-        made.bind(path.name)
-
-
 DAMAGES: dict[str, tuple[str, Callable[[Path], Any]]] = {
-    **{f"a folder for the {name}": (file, make_folder) for name, file in FILES.items()},
-    **{f"links in a circle for the {name}": (file, make_circle) for name, file in FILES.items()},
-    "a socket for the manifest": (MANIFEST, make_socket),
+    "a folder for the manifest": (MANIFEST, make_folder),
+    "links in a circle for the tensors": ("__0_0.distcp", make_circle),
     "torn manifest": (MANIFEST, truncate),
     "empty manifest": (MANIFEST, lambda path: path.write_bytes(b"")),
     "another manifest": (MANIFEST, lambda path: path.write_text("[]")),

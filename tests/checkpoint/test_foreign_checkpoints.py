@@ -312,7 +312,7 @@ def load_ours(path: str) -> dict[str, Part]:
 def test_our_checkpoints_resume_bit_for_bit(form: str, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
     saved = join_all(distributed.run(2, save_ours, form, path))
-    for ranks in (1, 3, 4):
+    for ranks in (1, 3):
         assert_same(join_all(distributed.run(ranks, load_ours, path)), saved)
 
 
@@ -392,17 +392,6 @@ def test_sharded_adamw_continues_from_an_export(tmp_path: Path) -> None:
     ours = join_all(distributed.run(2, export, str(tmp_path)))
     for ranks, how in [(3, "nested"), (1, "flat"), (3, "file")]:
         assert_next_step_close(ours, join_all(distributed.run(ranks, continue_with_adamw, str(tmp_path), how)))
-
-
-def test_an_export_loads_into_ours_again(tmp_path: Path) -> None:
-    model = build()
-    optimizer = FusedAdam(groups_of(model), **SETTINGS, decoupled_weight_decay=True)
-    train(model, optimizer, 0, STEPS)
-    export_optimizer_checkpoint(model, optimizer, tmp_path / "optimizer")
-    other, loaded = fresh()
-    copy_parameters(model, other)
-    load_optimizer_checkpoint(other, loaded, tmp_path / "optimizer")
-    assert_same(*(join_all([snapshot(*pair)]) for pair in ((other, loaded), (model, optimizer))))
 
 
 def test_exports_hold_the_values_of_any_format(tmp_path: Path, device: str) -> None:

@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import distributed
@@ -63,49 +59,6 @@ def save_forever(folder: Path, asynchronous: bool) -> None:
         else:
             dcp.save(state, checkpoint_id=path)
         print(step, flush=True)
-
-
-def load(path: Path) -> tuple[nn.Module, FusedAdamW]:
-    model, optimizer = build(seed=1)
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.load(state, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return model, optimizer
-
-
-def assert_is_step(loaded: tuple[nn.Module, FusedAdamW], step: int) -> None:
-    model, optimizer = build(seed=0)
-    for number in range(1, step + 1):
-        train(model, optimizer, number)
-    assert loaded[1].param_groups[0]["step"] == step
-    for actual, expected in zip(loaded[0].parameters(), model.parameters(), strict=True):
-        assert torch.equal(actual, expected)
-        states = loaded[1].state[actual], optimizer.state[expected]
-        assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
-
-
-@ASYNCHRONOUS
-def test_saves_may_be_killed(asynchronous: bool, tmp_path: Path) -> None:
-    moments = random.Random(0)
-    for kill in range(KILLS):
-        folder = tmp_path / str(kill)
-        command = [sys.executable, __file__, str(folder), "async" if asynchronous else "sync"]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # where this process finds helpers
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            process.stdout.readline()  # the first checkpoint is under way, or written
-            process.stdout.readline()
-            time.sleep(moments.uniform(0.0, 0.3))
-            process.send_signal(signal.SIGKILL)
-        paths = sorted(folder.iterdir())
-        for path in paths[:-2] if asynchronous else paths[:-1]:
-            assert (path / ".metadata").exists()
-        for path in paths[-3:]:
-            if (path / ".metadata").exists():
-                assert_is_step(load(path), int(path.name))
-            else:
-                with pytest.raises(CheckpointException, match="metadata"):
-                    load(path)
 
 
 # --- one of several ranks ---------------------------------------------------------------------------------------
@@ -208,7 +161,3 @@ def test_one_rank_may_be_killed(asynchronous: bool, tmp_path: Path) -> None:
 
 def join_steps(results: list[list[dict[str, Part]]]) -> list[dict[str, torch.Tensor]]:
     return [join_all(list(step)) for step in zip(*results, strict=True)]
-
-
-if __name__ == "__main__":
-    save_forever(Path(sys.argv[1]), sys.argv[2] == "async")

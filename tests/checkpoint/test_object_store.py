@@ -213,18 +213,6 @@ def test_listings_that_are_late_for_some_files_of_a_folder(server: Server) -> No
     assert (folder.size("first"), folder.size("second"), folder.size("third")) == (1, 2, None)
 
 
-def test_a_slow_store(server: Server) -> None:
-    folder, server.delay = "s3://bucket/slow", 0.02
-    model, optimizer = trained(REM16, torch.int8)
-    with Checkpointer(model, optimizer, folder, sigterm=False) as checkpointer:
-        checkpointer.save(2)
-        began = time.monotonic()
-        train(model, optimizer, range(2, 3))
-        assert not checkpointer._saves[0].done() or time.monotonic() - began > 0.02
-    server.delay = 0.0
-    checked(folder, 2)
-
-
 @pytest.mark.long
 def test_the_end_of_the_process(server: Server) -> None:
     code = """

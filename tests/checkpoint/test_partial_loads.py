@@ -223,15 +223,6 @@ def test_names_that_are_none_are_refused(rename: Any, tmp_path: Path) -> None:
     assert report is None and same(after, before)
 
 
-@pytest.mark.parametrize("model_only", [False, True])
-def test_functions_that_fail_are_named(model_only: bool, tmp_path: Path) -> None:
-    save("plain", str(tmp_path), "int8", "native", torch.float32)
-    rename = {"body.0.weight": "body.0.weight"}.__getitem__
-    _, _, report, error = load("plain", str(tmp_path), "int8", {}, rename=rename, model_only=model_only)
-    assert isinstance(error, ValueError) and report is None
-    assert re.search(r"^rename: it failed for '[\w.]+': KeyError: ", str(error)), error
-
-
 def test_names_that_mean_the_same_are_refused(tmp_path: Path) -> None:
     save("plain", str(tmp_path), "int8", "native", torch.float32)
     rename = {"body.0": "body.1"}
@@ -307,57 +298,6 @@ def test_what_starts_anew_is_behind_nothing(partial: Any, tmp_path: Path) -> Non
     assert set(report.optimizer.differences.reshaped) == {"head.weight", "head.bias"}
 
 
-# --- what users keep there ------------------------------------------------------------------------------------------
-
-
-class Noted(nn.Module):
-    """One parameter of its own, and a frozen one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(12, 8))
-        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-
-
-def noted(how: str, fmt: str) -> tuple[Noted, Any]:
-    model = Noted()
-    if how == "fsdp":
-        fully_shard(model, mesh=distributed.mesh())
-    return model, OPTIMIZERS[fmt]([{"params": [model.weight]}, {"params": [model.frozen], "kind": "none"}])
-
-
-def users_entries(how: str, folder: str, fmt: str) -> None:
-    model, optimizer = noted(how, fmt)
-    model.weight.grad = torch.ones_like(model.weight)
-    optimizer.step()
-    optimizer.param_groups[0].update(lr_scale=0.25, mine={"seen": {"batches": 3}, "names": ["a"]})
-    mine = {
-        "ema": torch.zeros_like(model.weight) + 3.0,
-        "notes": {"seen": 7, "names": ["a", "b"]},
-        "count": torch.tensor(5),
-    }
-    optimizer.state[model.weight].update(mine)
-    optimizer.state[model.frozen]["mask"] = torch.arange(4)
-    with Checkpointer(model, optimizer, folder, sigterm=False) as checkpointer:
-        checkpointer.save(1)
-    model, optimizer = noted(how, fmt)
-    Checkpointer(model, optimizer, folder, sigterm=False).load(1)
-    state = optimizer.state[model.weight]
-    assert type(state["ema"]) is type(mine["ema"]) and (full(state["ema"]) == 3).all()
-    assert state["notes"] == mine["notes"] and state["count"] == 5
-    assert torch.equal(optimizer.state[model.frozen]["mask"], torch.arange(4))
-    assert optimizer.param_groups[0]["mine"] == {"seen": {"batches": 3}, "names": ["a"]}
-    assert optimizer.param_groups[0]["lr_scale"] == 0.25 and optimizer.param_groups[1]["kind"] == "none"
-    assert optimizer.param_groups[0]["step"] == 1
-
-
-@pytest.mark.parametrize("fmt", OPTIMIZERS)
-@pytest.mark.parametrize("how, ranks", [("plain", 1), ("fsdp", 2)])
-def test_what_users_keep_is_loaded(how: str, ranks: int, fmt: str, tmp_path: Path) -> None:
-    distributed.run(ranks, users_entries, how, str(tmp_path), fmt)
-
-
 # --- replicas that are none -------------------------------------------------------------------------------------------
 
 
@@ -403,50 +343,3 @@ def test_replicas_that_differ(what: str, tmp_path: Path) -> None:
         )
         assert all(re.search(expected, found) for found in results), results[0]
         assert not list(tmp_path.glob("step-*"))
-
-
-def replicas_of_other_shapes(folder: str) -> str:
-    rows = 2 if torch.distributed.get_rank() else 4
-    model = nn.ParameterDict({"weight": nn.Parameter(torch.ones(rows, 8 // rows))})
-    checkpointer = Checkpointer(model, FusedAdamW(model.parameters()), folder, sigterm=False)
-    checkpointer.save(1)
-    with pytest.raises(RuntimeError) as error:
-        checkpointer.wait()
-    return str(error.value)
-
-
-def test_replicas_of_other_shapes(tmp_path: Path) -> None:
-    """Their bytes are the same."""
-    for text in distributed.run(2, replicas_of_other_shapes, str(tmp_path)):
-        assert "ranks have different values of model.weight" in text
-
-
-@pytest.mark.parametrize("between", ["model_only", "failure", "dry_run", "load"])
-def test_steps_are_saved_again_after_other_loads(between: str, tmp_path: Path) -> None:
-    """A step's number says nothing about what there is."""
-    model, optimizer = build("plain")
-    train(model, optimizer)
-    with Checkpointer(model, optimizer, tmp_path, sigterm=False) as checkpointer:
-        checkpointer.save(1)
-        checkpointer.wait()
-        with torch.no_grad():
-            model.head.bias.fill_(5.0)
-        if between == "model_only":
-            checkpointer.load(1, model_only=True)
-        elif between == "failure":
-            with pytest.raises(ValueError, match="has no extra"):
-                Checkpointer(model, optimizer, tmp_path, extra={"mine": optimizer}, sigterm=False).load(1)
-            model.head = nn.Linear(64, 2)
-            with pytest.raises(ValueError, match="another model"):
-                checkpointer.load(1)
-            model.head = nn.Linear(64, 6)
-        elif between == "dry_run":
-            checkpointer.load(1, dry_run=True)
-        else:
-            checkpointer.load(1)
-        with torch.no_grad():
-            model.head.bias.fill_(7.0)
-        checkpointer.save(1)
-    other, its = build("plain")
-    Checkpointer(other, its, tmp_path, sigterm=False).load(1, model_only=True)
-    assert bool((other.head.bias == 7).all())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from checkpoint_cases import values
 from distributed import Part, assert_same, join, part, shard_like
 from fused_optim import FusedAdamW, export_optimizer_checkpoint, load_optimizer_checkpoint, save_master_safetensors
 from fused_optim.sharding.model_files import INDEX
+from pairwise import each_once
 
 LAYERS = 4
 STEPS = 3
@@ -138,22 +140,21 @@ PLACES: list[tuple[int, Layout]] = [
 ]
 
 
-@pytest.mark.parametrize("form", ["unscaled", "native"])
-@pytest.mark.parametrize(
-    "source, target",
-    [
-        (PLACES[1], PLACES[0]),
-        (PLACES[0], PLACES[1]),
-        (PLACES[2], PLACES[0]),
-        (PLACES[0], PLACES[2]),
-        (PLACES[3], PLACES[1]),
-        (PLACES[4], PLACES[3]),
-    ],
-    ids=str,
-)
+MOVES = [
+    (PLACES[1], PLACES[0]),
+    (PLACES[0], PLACES[1]),
+    (PLACES[2], PLACES[0]),
+    (PLACES[0], PLACES[2]),
+    (PLACES[3], PLACES[1]),
+    (PLACES[4], PLACES[3]),
+]
+
+
+@pytest.mark.parametrize("move, form", each_once(product(MOVES, ["unscaled", "native"])), ids=str)
 def test_stages_load_onto_other_stages(
-    source: tuple[int, Layout], target: tuple[int, Layout], form: str, tmp_path: Path
+    move: tuple[tuple[int, Layout], tuple[int, Layout]], form: str, tmp_path: Path
 ) -> None:
+    source, target = move
     path = str(tmp_path / "checkpoint")
     saved = join_stages(distributed.run(source[0], save, source[1], form, path))
     end = join_stages(distributed.run(1, train_whole, form))

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -167,27 +166,6 @@ def lockings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return found
 
 
-def test_an_error_of_the_driver_is_not_left_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch raises it where it launches the next kernel, as ``torch.ones`` does."""
-    done: list[str] = []
-
-    def refuse(*_: object) -> int:
-        done.append("refused")
-        return 712
-
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: mock.Mock(cudaHostRegister=refuse))
-
-    def launch(*_: object, **__: object) -> None:
-        done.append("launched")
-        raise RuntimeError("CUDA error: part or all of the requested memory range is already mapped")
-
-    monkeypatch.setattr(torch, "ones", launch)
-    whole = torch.zeros(1 << 20)
-    with pytest.raises(RuntimeError, match="4194304 bytes of host memory cannot be page-locked: CUDA error 712"):
-        host_memory._lock(whole)
-    assert done == ["refused", "launched"]
-
-
 class NoStream:
     """Of a GPU that is the CPU, which is done with everything at once."""
 
@@ -228,24 +206,6 @@ def test_uploads_of_any_size(
     assert torch.equal(target, content[start : start + size])
     assert [what for what, _ in lockings] == ["lock", "unlock"]
     assert reading._Upload(set())._parts.empty() and len(lockings) == 2  # nothing for loads into host memory
-
-
-@pytest.mark.parametrize("can_be_locked", [True, False])
-def test_uploads_go_through_parts_of_one_allocation(can_be_locked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    locked: list[int] = []
-
-    def lock(whole: Tensor) -> None:
-        locked.append(whole.nbytes)
-        if not can_be_locked:
-            raise RuntimeError("cannot be page-locked")
-
-    monkeypatch.setattr(host_memory, "_lock", lock)
-    monkeypatch.setattr(host_memory, "_unlock", lambda address: None)
-    parts = reading._staging(5)
-    for i, part in enumerate(parts):
-        part.fill_(i)
-    assert [(part.nbytes, int(part[0]), int(part[-1])) for part in parts] == [(1 << 23, i, i) for i in range(5)]
-    assert locked == [5 << 23]
 
 
 @pytest.mark.parametrize("most", [64, 2, 0])

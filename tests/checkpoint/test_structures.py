@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -188,37 +187,6 @@ class Odd:
     """Nothing that a checkpoint may hold."""
 
 
-def spoil(where: str, model: Noted, optimizer: FusedAdamW, value: Any) -> None:
-    if where == "model":
-        model.note = {"a": [value]}
-    elif where == "group":
-        optimizer.param_groups[0]["mine"] = value
-    else:
-        optimizer.state[model.layers[1].bias]["mine"] = (1, value)
-
-
-@pytest.mark.parametrize(
-    "where, match",
-    [
-        ("model", r"model\._extra_state\.a\.0: expected tensors and plain values .* got .*Odd"),
-        ("group", r"optimizer\.param_groups\.0\.mine: expected"),
-        ("state", r"optimizer\.state\.layers\.1\.bias\.mine\.1: expected"),
-    ],
-)
-def test_what_could_not_be_loaded_is_not_saved(where: str, match: str, tmp_path: Path) -> None:
-    model, optimizer = built("plain")
-    step(model, optimizer)
-    spoil(where, model, optimizer, Odd())
-    checkpointer = Checkpointer(model, optimizer, tmp_path, sigterm=False)
-    checkpointer.save(1)
-    with pytest.raises(RuntimeError, match=match):
-        checkpointer.wait()
-    spoil(where, model, optimizer, 3)
-    checkpointer.save(1)
-    checkpointer.wait()
-    assert checkpointer.steps() == [1]
-
-
 class Extra:
     """An extra with one value."""
 
@@ -252,28 +220,6 @@ def test_what_torch_itself_admits_may_be_registered(tmp_path: Path) -> None:
     extra.value = None
     assert checkpointer.load_latest() == 1
     assert torch.equal(extra.value.to_dense(), torch.eye(2))
-
-
-class Nameless:
-    """An instance with ``__call__``, as a functools.partial is."""
-
-    def __call__(self) -> int:
-        return 1
-
-
-@pytest.mark.parametrize("registered", [functools.partial(int, base=2), Nameless()], ids=["partial", "callable"])
-@pytest.mark.parametrize("value", [{3, 4}, torch.eye(3).to_sparse(), 1j, torch.float16], ids=str)
-def test_what_is_registered_may_have_no_name(value: Any, registered: Any, tmp_path: Path) -> None:
-    """Values of which torch.save writes names, beside registrations that have none."""
-    model, optimizer = built("plain")
-    extra = Extra(value)
-    with torch.serialization.safe_globals([registered]):
-        checkpointer = Checkpointer(model, optimizer, tmp_path, extra={"mine": extra}, sigterm=False)
-        checkpointer.save(1)
-        checkpointer.wait()
-        extra.value = None
-        assert checkpointer.load_latest() == 1
-    assert str(extra.value) == str(value)
 
 
 # --- tied parameters ------------------------------------------------------------------------------------------------

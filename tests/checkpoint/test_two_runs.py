@@ -162,7 +162,7 @@ def test_two_that_begin_at_once(folder: Folder, monkeypatch: pytest.MonkeyPatch)
     first.close()
 
 
-NOBODY = [b"", b"{", b"[]", b'{"pid": 1e300, "boot": "x"}', b'{"since": "x", "pid": -1}', b'{"since": NaN}', b"\xff"]
+NOBODY = [b"", b"{", b'{"pid": 1e300, "boot": "x"}', b'{"since": "x", "pid": -1}', b"\xff"]
 
 
 @pytest.mark.parametrize("content", NOBODY)

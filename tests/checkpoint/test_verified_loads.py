@@ -104,23 +104,6 @@ def test_ranks_refuse_it_together(saved_by: int, loaded_by: int, tmp_path: Path)
         assert "is damaged" in error and "expected CRC-32" in error and same and step == 1
 
 
-def verify_without_threads(folder: str) -> str:
-    """The first rank's system gives it none."""
-    if dist.get_rank() == 0:
-        refused: Any = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
-    else:
-        refused = nullcontext()
-    with refused, pytest.raises(RuntimeError) as error:
-        checksums.verify_checksums(folder)
-    return str(error.value)
-
-
-def test_ranks_without_threads_let_no_other_wait(tmp_path: Path) -> None:
-    distributed.run(2, save_two, str(tmp_path))
-    first, second = distributed.run(2, verify_without_threads, str(tmp_path / "step-00000002"))
-    assert first == "can't start new thread" and second.endswith("rank 0 failed: RuntimeError: can't start new thread")
-
-
 def load_newest_without_threads(folder: str) -> tuple[str, int | None]:
     """The error, and the step that is loaded once the first rank's system has threads."""
     model, optimizer = sharded(5)
@@ -241,40 +224,6 @@ def test_a_dry_run_reads_no_states(tmp_path: Path) -> None:
         checkpointer.save(2)
     with mock.patch.object(Loader, "read", side_effect=AssertionError):
         assert checkpointer.load(2, dry_run=True) == 2
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_python_collects_no_garbage_meanwhile(fails: bool, tmp_path: Path) -> None:
-    model, optimizer = trained(REM16, torch.int8)
-    with Checkpointer(model, optimizer, tmp_path, sigterm=False) as checkpointer:
-        checkpointer.save(2)
-    enabled: list[bool] = []
-
-    def note(_: Any) -> None:
-        enabled.append(gc.isenabled())
-        if fails:
-            raise KeyError("mine")
-
-    optimizer.register_load_state_dict_post_hook(note)
-    if fails:
-        with pytest.raises(KeyError, match="mine"):
-            checkpointer.load(2)
-    else:
-        checkpointer.load_latest()
-    assert enabled == [False] and gc.isenabled()
-
-
-def test_only_the_callers_thread_pauses_the_garbage_collector(tmp_path: Path) -> None:
-    """Threads that wrote would switch on what a loop that collects by hand has switched off."""
-    model, optimizer = trained(REM16, torch.int8)
-    threads: set[threading.Thread] = set()
-    note = mock.Mock(side_effect=lambda: threads.add(threading.current_thread()))
-    opened = Checkpointer(model, optimizer, tmp_path, sigterm=False)
-    with mock.patch.multiple(gc, disable=note), opened as checkpointer:
-        checkpointer.save(2)
-        checkpointer.wait()
-        checkpointer.load_latest()
-    assert threads == {threading.current_thread()}
 
 
 def test_verification_alone_names_all_that_differs(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from distributed import on_each_device
+from distributed import long, on_each_device
 from fused_optim.quantized import Recipe
 from fused_optim.quantized.recipes import RECIPES, Component, elements
 from quantized_cases import encoded, matrices
@@ -141,7 +141,7 @@ def test_files(recipe: Recipe) -> None:
     check_state_dicts(recipe, assign=True)
 
 
-@pytest.mark.parametrize("ranks, on", on_each_device((1,), (2,), (3,)))
+@pytest.mark.parametrize("ranks, on", on_each_device(long(1), long(2), (3,)))
 def test_fsdp2(ranks: int, on: str) -> None:
     check_gathered(ADDED, ranks, "fsdp", on)
     check_training([(recipe, way) for recipe in ADDED for way in WAYS], ranks, "fsdp", on)

@@ -94,29 +94,6 @@ def test_ties_across_models_stay(filter_fn: Any) -> None:
     assert "0.2.weight" in quantized_names(others)
 
 
-def test_tied_layers_of_several_models_have_one_recipe() -> None:
-    with pytest.raises(ValueError, match="expected one recipe for both"), quantized_model_init({"a": SCALED, "b": MX}):
-        first, second = nn.ModuleDict({"a": nn.Linear(32, 32)}), nn.ModuleDict({"b": nn.Linear(32, 32)})
-        second["b"].weight = first["a"].weight
-    assert not quantized_names(first) and not quantized_names(second)
-
-
-class BuiltTwice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(32, 32)
-        layers = self._modules
-        nn.Module.__init__(self)
-        self._modules.update(layers)
-
-
-@pytest.mark.parametrize("filter_fn", [None, every_linear])
-def test_modules_may_call_init_twice(filter_fn: Any) -> None:
-    with quantized_model_init(SCALED, filter_fn):
-        model = BuiltTwice()
-    assert quantized_names(model) == {"a.weight"}
-
-
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 

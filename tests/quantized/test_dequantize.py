@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import distributed
-from distributed import Part, assert_same, join_all, on_each_device, shard_like
+from distributed import assert_same, join_all, on_each_device, shard_like
 from fused_optim.quantized import (
     Float8CurrentScaling,
     Float8DelayedScaling,
@@ -29,7 +28,6 @@ from quantized_cases import (
     Layers,
     Run,
     gradient,
-    parameter_parts,
     perceptron,
     plain_model,
     quantized_model,
@@ -182,17 +180,6 @@ def test_tied_weights_stay_tied_and_meta_weights_on_meta() -> None:
     assert type(meta.weight) is nn.Parameter and meta.weight.is_meta
 
 
-def test_what_users_keep_beside_states_moves_along() -> None:
-    run = Run("mxfp8", "plain")
-    run.train(0, 1)
-    mask = torch.ones(3)
-    run.optimizer.state[run.model.uneven.weight]["mask"] = mask
-    dequantize_model_(run.model, run.optimizer)
-    assert run.optimizer.state[run.model.uneven.weight]["mask"] is mask
-    assert len(run.optimizer.state) == len(run.params)
-    copy.deepcopy(run.optimizer).step()
-
-
 # --- FSDP2 --------------------------------------------------------------------------------------------------------
 
 
@@ -247,26 +234,6 @@ def accumulate() -> str:
 def test_gradients_that_were_not_reduced_are_not_lost() -> None:
     for error in distributed.run(2, accumulate):
         assert "weight: FSDP2 has not reduced its gradients yet: do this after the last micro-batch" in error
-
-
-def save_and_load(folder: str) -> dict[str, Part]:
-    """Full circle: trained, made plain, loaded into a model that quantizes again."""
-    run = Run("mxfp8up")
-    run.train(0, HALF)
-    dequantize_model_(run.model, run.optimizer)
-    torch.distributed.checkpoint.save({"model": run.model.state_dict()}, checkpoint_id=folder)
-    plain = fully_shard(plain_model("mxfp8up", seed=1), mesh=distributed.mesh())
-    state = plain.state_dict()
-    torch.distributed.checkpoint.load({"model": state}, checkpoint_id=folder)
-    return parameter_parts(plain)
-
-
-def test_state_dicts_hold_plain_weights(tmp_path: Any) -> None:
-    loaded = join_all(distributed.run(2, save_and_load, str(tmp_path)))
-    plain = PlainRun("mxfp8up")
-    plain.train(0, HALF)
-    expected = join_all([parameter_parts(plain.model)])
-    assert_same(but_frozen(loaded), but_frozen(expected))
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------

@@ -208,15 +208,6 @@ def test_masters_of_what_was_not_written_stay(recipe: str, any_backend: str, at:
 
 
 @EACH
-def test_masters_are_values_loaded_into_a_weight_that_took_the_place_of_another(recipe: str) -> None:
-    trained = Trained(recipe, "cpu")
-    assigned(trained, values(SHAPE, 4))
-    new = values(SHAPE, 5)
-    trained.layer.load_state_dict({"weight": new})
-    assert torch.equal(trained.followed(), new)
-
-
-@EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_decoded_values_that_come_back_leave_masters(recipe: str, dtype: torch.dtype) -> None:
     """Others were loaded meanwhile, as averages are for an evaluation."""

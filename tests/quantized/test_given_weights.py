@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,10 +13,9 @@ from torch.nn.utils import parametrize
 
 from fused_optim import FusedAdam
 from fused_optim.quantized import QuantizedTensor, finish_initialization, quantize_model_, quantized_model_init
+from pairwise import each_once
 from quantized_cases import RECIPES, same_components, values
 from weight_cases import MATRIX
-
-EACH = pytest.mark.parametrize("recipe", RECIPES)
 
 
 class Model(nn.Module):
@@ -108,8 +108,7 @@ def check_same(found: nn.Module, expected: nn.Module) -> None:
         optimizer.initialize_state()
 
 
-@EACH
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("recipe, way", each_once(product(RECIPES, WAYS)))
 def test_weights_that_layers_are_given_are_quantized(recipe: str, way: str) -> None:
     check_same(loaded(recipe, way, tied=False), expected_model(recipe, tied=False))
 

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from fused_optim.quantized import (
-    Float8BlockScaling,
-    Float8CurrentScaling,
     GroupedLinear,
     QuantizedTensor,
     Recipe,
@@ -18,7 +16,7 @@ from fused_optim.quantized import (
 )
 from fused_optim.quantized.fp8 import casts, products
 from fused_optim.quantized.fp8.usage import unsupported_reasons
-from product_cases import DECODED, RECIPES, Reference, matrix, results, sums
+from product_cases import RECIPES, Reference, matrix, results, sums
 
 HALF = torch.float16
 NAMES = [name for name in RECIPES if name not in ("mxfp8", "nvfp4")]
@@ -63,22 +61,6 @@ def test_products_of_codes_and_of_values(name: str, recipe: Recipe, bias: bool, 
         assert torch.equal(found["bias"], gradient.sum(0))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_products_are_in_fp8(name: str, recipe: Recipe, device: str) -> None:
-    """Much closer to the products of codes than those of decoded weights are."""
-    decoded = (
-        Float8BlockScaling(recipe.block, power_of_two=recipe.power_of_two) if "block" in name else DECODED["tensor"]
-    )
-    layers, (x, gradient) = [layer_of(each, device, False) for each in (recipe, decoded)], operands()
-    found, others = (results(layer, x, gradient) for layer in layers)
-    exact = Reference(layers[0], recipe, x, gradient).of_codes()
-    for key, in_fp8 in zip(
-        exact, products.products_in_fp8(recipe, torch.device(device, 0), 256, (128, 256)), strict=True
-    ):
-        errors = [(each[key].double() - exact[key]).norm() for each in (found, others)]
-        assert errors[0] < 0.2 * errors[1] if in_fp8 else torch.equal(found[key], others[key]), key
-
-
 @pytest.mark.parametrize("name", ["tensor", "delayed", "row", "block"])
 def test_autocast(name: str, recipe: Recipe, device: str) -> None:
     """FP32 weights compute as FP16 ones do, and get FP32 gradients."""
@@ -108,15 +90,6 @@ def test_gradients_that_overflow_are_not_hidden(device: str) -> None:
     gradient[3] = 6e4
     found = results(layer, x * 100, gradient)
     assert found["weight"].isinf().any() and not found["output"].isinf().any()
-
-
-def test_kept_weights_compute_as_quantized_ones(device: str) -> None:
-    kept = Float8CurrentScaling(compute="fp8", keep_weights=True)
-    if products.device_unsupported_reason(torch.device(device, 0), kept.products) is not None:
-        pytest.skip("no GPU with FP8")
-    found, expected = (results(layer_of(each, device), *operands()) for each in (kept, RECIPES["tensor"]))
-    for key, value in found.items():
-        assert value.dtype == HALF and torch.equal(value, expected[key]), key
 
 
 def reasons() -> Iterator[tuple[str, Recipe, torch.dtype, torch.device, str | None]]:

@@ -161,29 +161,6 @@ def test_exports_hold_plain_tensors(tmp_path: Path) -> None:
         assert all(torch.equal(value, expected[name]) for name, value in each.items())
 
 
-def add_one(weight: Tensor) -> None:
-    with torch.no_grad():
-        weight.add_(1)
-
-
-def test_memory_is_that_of_the_plain_tensor() -> None:
-    layers = quantize_model_(model(), RECIPES["one scale"][0])
-    weight = layers[0].weight
-    before, plain = weight.plain.clone(), weight.plain
-    assert not weight.is_shared() and not weight.is_pinned()
-    assert layers.share_memory() is layers and layers[0].weight is weight
-    assert weight.is_shared() and plain.is_shared() and weight.detach()[:8].is_shared()
-    assert torch.equal(plain, before)
-    assert torch.from_dlpack(weight.detach()).data_ptr() == plain.data_ptr()
-    process = distributed.processes().Process(target=add_one, args=(plain,))
-    process.start(), process.join()
-    assert process.exitcode == 0 and torch.equal(weight.plain, before + 1)
-    of_fp32 = quantize_model_(nn.Linear(128, 128), RECIPES["one scale"][0]).weight
-    with pytest.raises(RuntimeError, match="requires grad"):
-        of_fp32.numpy()
-    assert (of_fp32.detach().numpy() == of_fp32.plain.numpy()).all() and of_fp32.numpy(force=True).shape == (128, 128)
-
-
 @pytest.mark.parametrize("with_optimizer", [False, True])
 def test_the_way_out(with_optimizer: bool) -> None:
     kept = quantize_model_(model(), RECIPES["one scale"][0])

@@ -188,7 +188,7 @@ def load_base(folders: dict[str, str], how: str) -> dict[str, tuple[float, dict[
     return found
 
 
-@pytest.mark.parametrize("ranks, how, on", on_each_device((1, "fsdp"), (2, "fsdp"), (3, "fsdp")))
+@pytest.mark.parametrize("ranks, how, on", on_each_device(long(1, "fsdp"), long(2, "fsdp"), (3, "fsdp")))
 def test_a_base_from_files_takes_the_bytes_of_its_format(ranks: int, how: str, on: str, tmp_path: Path) -> None:
     recipes = [recipe for recipe in RECIPES if recipe not in ("delayed", "recent")]  # the files hold no histories
     models = {recipe: quantize_model_(base_model(), RECIPES[recipe]) for recipe in recipes}

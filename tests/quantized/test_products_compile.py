@@ -88,22 +88,6 @@ def test_fused_graphs_are_as_exact_as_eager_mode(name: str, device: str) -> None
         assert errors[0] < 1.1 * errors[1], (key, errors)
 
 
-@pytest.mark.parametrize("name", ["tensor", "block"])
-def test_operators_in_graphs(name: str) -> None:
-    """Transposes and casts are operators of the package, in forward and backward."""
-    seen: set[str] = set()
-
-    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
-        seen.update(str(node.target) for node in graph.graph.nodes if "fused_optim" in str(node.target))
-        return graph
-
-    model = model_of(name, "cpu")
-    model[0].compile(backend=aot_autograd(fw_compiler=backend, bw_compiler=backend), fullgraph=True)
-    results(model, matrix(128, 128), matrix(128, 128, 2))
-    cast = "fused_optim.fp8_cast_tensor.default" if name == "tensor" else "fused_optim.fp8_cast_blocks.default"
-    assert seen == {cast, "fused_optim.fp8_transpose.default"}
-
-
 @pytest.mark.parametrize("name", ["tensor", "row", "block"])
 def test_graphs_keep_no_transposed_weights(name: str) -> None:
     """Forward would make them just as well, and keep those of all layers, which FSDP2 cannot free, for backward."""

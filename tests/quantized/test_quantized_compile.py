@@ -133,31 +133,6 @@ def test_autocast_within_and_around() -> None:
         assert torch.equal(around(x), expected)
 
 
-def test_what_stays_eager_compiles_nothing_of_the_weight() -> None:
-    """torch leaves such a function to eager mode, but would compile Python code that this calls."""
-    layer = blocks("mxfp8").get_submodule("0.up")
-    expected = layer(activations())
-    counter = CompileCounterWithBackend("aot_eager")
-
-    @torch.compiler.disable(recursive=False)
-    def eager(x: Tensor) -> Tensor:
-        return nn.functional.linear(x, layer.weight, layer.bias)
-
-    around = torch.compile(lambda x: eager(x), backend=counter)
-    assert torch.equal(around(activations()), expected) and counter.frame_count == 0
-
-
-def test_a_layer_alone_compiles_nothing_of_the_weight() -> None:
-    """It is a graph of its product, as one operator."""
-    layer = blocks("mxfp8").get_submodule("0.up")
-    expected = layer(activations())
-    counter = CompileCounterWithBackend("aot_eager")
-    layer.compile(backend=counter)
-    assert torch.equal(layer(activations()), expected)
-    calls = [node.target for graph in counter.graphs for node in graph.graph.nodes if node.op.startswith("call")]
-    assert calls == [torch.ops.fused_optim.linear]
-
-
 def train_sharded(recipe: str, compile_blocks: bool) -> list[Tensor]:
     torch._dynamo.reset()
     model = blocks(recipe)

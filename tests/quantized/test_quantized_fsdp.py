@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed
@@ -23,20 +23,16 @@ from fused_optim.quantized import (
     QuantizedTensor,
     finish_initialization,
     quantize_model_,
-    quantized_model_init,
 )
 from fused_optim.sharding.dtensor import local_tensor
 from pairwise import each_once
 from quantized_cases import (
     RECIPES,
-    Layers,
     Run,
     mesh_of,
     parameter_parts,
     perceptron,
     plain_model,
-    quantized_model,
-    shapes_of,
     tensor_parallel,
     values,
 )
@@ -102,7 +98,7 @@ def count_bytes(recipes: list[str]) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("ranks, on", on_each_device((2,), (4,)))
+@pytest.mark.parametrize("ranks, on", on_each_device((2,), long(4)))
 def test_bytes_that_are_gathered(ranks: int, on: str) -> None:
     for counted in distributed.run(ranks, count_bytes, ["plain", *RECIPES], on=on):
         assert counted["plain"] == 2
@@ -219,20 +215,6 @@ def test_replicas_start_from_the_first_ranks_bytes(recipe: str, ranks: int, on: 
         assert all(map(torch.equal, first, other))
 
 
-def requires_grad_of_locals() -> list[bool]:
-    weight = quantize_model_(nn.Linear(64, 8, device=distributed.device()), RECIPES["mxfp8"]).weight.detach()
-    found = []
-    for wanted in (True, False):
-        local = weight.clone().requires_grad_(wanted)
-        found.append(DTensor.from_local(local, distributed.mesh(), [Shard(0)], run_check=False).requires_grad)
-    return found
-
-
-@pytest.mark.parametrize("ranks, on", on_each_device((2,)))
-def test_dtensors_of_quantized_weights_require_grad_as_these_do(ranks: int, on: str) -> None:
-    assert distributed.run(ranks, requires_grad_of_locals, on=on) == [[True, False]] * ranks
-
-
 def who_keeps_initial_values() -> list[bool]:
     run = Run("current")
     state = run.model._get_fsdp_state()
@@ -252,34 +234,6 @@ def test_initial_values_are_freed_in_what_fsdp_keeps(ranks: int, on: str) -> Non
 # --- initial values ---------------------------------------------------------------------------------------------
 
 
-def build_on_meta(recipes: list[str], how: str) -> dict[str, dict[str, Part]]:
-    found = {}
-    for recipe in recipes:
-        with torch.device("meta"), quantized_model_init(RECIPES[recipe]):
-            model = Layers(shapes_of(recipe), torch.bfloat16)
-        model.frozen.requires_grad_(False)
-        assert all(param.is_meta for param in model.parameters())
-        fully_shard(model, mesh=mesh_of(how))
-        model.to_empty(device=distributed.device())
-        with torch.no_grad():
-            for name, param in model.named_parameters():
-                fill(local_tensor(param), local_tensor(shard_like(plain_model(recipe).get_parameter(name), param)))
-        has_rows = any(local_tensor(param).is_pending for param in model.parameters() if is_quantized(param))
-        if has_rows:
-            with pytest.raises(RuntimeError, match="finish_initialization"):
-                FusedAdam(model.parameters()).initialize_state()
-        finish_initialization(model)
-        found[recipe] = parameter_parts(model) | masters_of(model)
-        model(values((2, 144), dist.get_rank()).bfloat16())
-    return found
-
-
-def fill(local: Tensor, given: Tensor) -> None:
-    """In place and by operations, as initialisers do."""
-    local.zero_()
-    local.add_(given)
-
-
 def is_quantized(param: Tensor) -> bool:
     return isinstance(local_tensor(param), QuantizedTensor)
 
@@ -291,22 +245,6 @@ def masters_of(model: nn.Module) -> dict[str, Part]:
     optimizer.initialize_state()
     assert not any(local_tensor(param).has_initial for param in model.parameters() if is_quantized(param))
     return masters
-
-
-@pytest.mark.parametrize(
-    "ranks, how, on",
-    on_each_device(long(1, "fsdp"), (2, "fsdp"), long(4, "fsdp"), (4, "hsdp"), nccl=FSDP_ON_GPUS),
-)
-def test_models_built_on_meta_get_the_values_of_unsharded_ones(ranks: int, how: str, on: str) -> None:
-    results = distributed.run(ranks, build_on_meta, list(RECIPES), how, on=on)
-    for recipe in RECIPES:
-        model, plain = quantize_model_(plain_model(recipe), RECIPES[recipe]), plain_model(recipe)
-        expected = join_all([parameter_parts(model)])
-        expected |= {f"{name}: master": param.detach().float() for name, param in plain.named_parameters()}
-        found = join_all([result[recipe] for result in results])
-        for masters in (found, expected):
-            masters.pop("frozen.weight: master")  # it was frozen when it was quantized: its values were not kept
-        assert_same(found, expected)
 
 
 # --- tied weights and state dicts -------------------------------------------------------------------------------
@@ -437,33 +375,3 @@ def test_full_state_dicts_are_plain_decoded_values(ranks: int, how: str, on: str
         for rank, state in enumerate(result[recipe] for result in results):
             assert {type(value) for value in state.values()} <= {Tensor}
             assert_same(state, expected if rank == 0 else {})
-
-
-def make_like_shards(recipes: list[str]) -> dict[str, list[str]]:
-    """What users' functions make of sharded weights and of gathered ones: plain tensors, placed as of plain weights."""
-    makers = [
-        torch.zeros_like,
-        lambda weight: torch.empty_like(weight, dtype=torch.float32),
-        lambda weight: weight.new_empty(weight.shape[0], 4),
-        lambda weight: weight.new_ones(weight.shape),
-    ]
-    found: dict[str, list[str]] = {}
-    for recipe in recipes:
-        models = [sharded(build(recipe), "resharded") for build in (quantized_model, plain_model)]
-        found[recipe] = []
-        for _ in range(2):
-            for make in makers:
-                made, expected = (make(model.uneven.weight) for model in models)
-                kinds = type(made), type(local_tensor(made)), made.shape, getattr(made, "placements", None)
-                plain = type(expected), Tensor, expected.shape, getattr(expected, "placements", None)
-                if kinds != plain:
-                    found[recipe].append(f"{kinds} instead of {plain}")
-            for model in models:
-                model.uneven.unshard()
-    return found
-
-
-@pytest.mark.parametrize("ranks, on", on_each_device((1,), (2,), (3,), nccl=[(2,)]))
-def test_what_users_make_like_shards_is_plain(ranks: int, on: str) -> None:
-    for found in distributed.run(ranks, make_like_shards, list(RECIPES), on=on):
-        assert found == {recipe: [] for recipe in RECIPES}

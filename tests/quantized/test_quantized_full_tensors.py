@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import distributed
-from distributed import assert_same, on_each_device
+from distributed import assert_same, long, on_each_device
 from fused_optim.quantized import QuantizedTensor, finish_initialization
 from fused_optim.sharding.dtensor import local_tensor
 from pairwise import pairwise
@@ -44,7 +44,9 @@ def kinds_of_full_tensors(recipes: list[str], how: str) -> dict[str, list[bool]]
 
 @pytest.mark.parametrize(
     "ranks, how, on",
-    on_each_device((1, "fsdp"), (2, "fsdp"), (3, "fsdp"), (2, "tp"), (4, "tp"), (2, "hsdp"), (2, "quantized-tp")),
+    on_each_device(
+        (1, "fsdp"), long(2, "fsdp"), (3, "fsdp"), long(2, "tp"), (4, "tp"), (2, "hsdp"), (2, "quantized-tp")
+    ),
 )
 def test_full_tensors_are_plain_decoded_values(ranks: int, how: str, on: str) -> None:
     for result in distributed.run(ranks, kinds_of_full_tensors, list(RECIPES), how, on=on):

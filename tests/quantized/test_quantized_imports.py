@@ -13,8 +13,6 @@ from fused_optim.quantized import QuantizedTensor
 from fused_optim.torch_versions import REPLACED
 from quantized_cases import RECIPES, plain_model, quantize_model_
 
-REBUILD = "fused_optim.quantized.tensor.rebuild"  # what files name
-ROOT = Path(__file__).parents[2]
 # Several weights of each recipe, one of them as a parameter, and what they decode to; written by version 0.1.
 WRITTEN = Path(__file__).with_name("weights_0.1.pt")
 # A pickled model with layers of two classes, what its weights decode to, recipes and a filter; written by version 0.2.
@@ -45,33 +43,6 @@ file.seek(0)
 optimizer.load_state_dict(torch.load(file, weights_only=True))
 pickle.loads(pickle.dumps(optimizer)).sync_params_from_master()
 assert not {LOADED}
-""")
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        "import fused_optim; fused_optim.quantized.QuantizedTensor",
-        "import fused_optim.quantized; fused_optim.quantized.QuantizedTensor",
-        "from fused_optim import quantized; quantized.QuantizedTensor",
-    ],
-)
-def test_it_is_an_attribute_all_the_same(use: str) -> None:
-    run(f"{use}\nassert {LOADED}\nimport fused_optim\nassert 'quantized' in fused_optim.__dict__")
-
-
-def test_it_is_listed_without_being_imported() -> None:
-    run(f"""
-import fused_optim
-assert {{"quantized", "FusedAdam", "adam", "__version__"}} <= set(dir(fused_optim)) and not {LOADED}
-assert dir(fused_optim).count("quantized") == 1 and not hasattr(fused_optim, "quantised")
-try:
-    fused_optim.quantised
-except AttributeError as error:
-    assert str(error) == "module 'fused_optim' has no attribute 'quantised'", error
-assert not {LOADED}
-fused_optim.quantized
-assert dir(fused_optim).count("quantized") == 1
 """)
 
 
@@ -126,12 +97,6 @@ for before, after in zip(found, found[1:]):
     on_import, first, second, _ = found.split("\n")
     assert on_import == second == ""
     assert set(first.split()) == REPLACED.keys()
-
-
-def test_the_documents_list_what_is_replaced() -> None:
-    section = (ROOT / "docs" / "quantized.md").read_text().split("## What is replaced in torch")[1].split("\n## ")[0]
-    rows = [line for line in section.splitlines() if line.startswith("| `")]
-    assert {row.split("`")[1] for row in rows} == REPLACED.keys()
 
 
 # --- files ------------------------------------------------------------------------------------------------------
@@ -211,32 +176,6 @@ assert all(type(model.get_parameter(name)) is quantized.QuantizedTensor for name
 assert (model["experts"].weight.dequantize() == 2.0).all()
 """,
         MODEL,
-    )
-
-
-def test_without_it_torch_names_what_is_missing(tmp_path: Path) -> None:
-    """And what it says to do is enough. Files name the same function as ever."""
-    model = plain_model("mxfp8")
-    quantize_model_(model, RECIPES["mxfp8"])
-    torch.save({"weights": [model.uneven.weight, model.state_dict()]}, tmp_path / "new.pt")
-    run(
-        f"""
-import pickle
-for path in sys.argv[1:]:
-    try:
-        torch.load(path, weights_only=True)
-    except pickle.UnpicklingError as error:
-        assert "add_safe_globals([{REBUILD}])" in str(error), error
-    else:
-        raise AssertionError("was loaded")
-    assert torch.serialization.get_unsafe_globals_in_checkpoint(path) == ["{REBUILD}"]
-assert not {LOADED}
-import fused_optim.quantized.tensor
-torch.serialization.add_safe_globals([{REBUILD}])
-for path in sys.argv[1:]:
-    assert len(torch.load(path, weights_only=True)["weights"]) > 1
-""",
-        *(WRITTEN, tmp_path / "new.pt"),
     )
 
 

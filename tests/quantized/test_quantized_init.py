@@ -64,11 +64,6 @@ def initialised(name: str, weight: Tensor) -> Tensor:
     return weight
 
 
-def test_all_of_torchs_initialisers_are_met() -> None:
-    found = {name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")}
-    assert found <= {*INITIALISERS, *OF_ELEMENTS} and len(found) >= 14
-
-
 def test_initialisers_of_single_elements_are_refused() -> None:
     with pytest.raises(NotImplementedError, match=r"weight: aten.* cannot change a quantized weight in place"):
         nn.init.sparse_(pair("mxfp8")[0].weight, 0.5)
@@ -247,30 +242,23 @@ def test_masters_are_the_assigned_values(recipe: str) -> None:
 
 @EACH
 def test_masters_go_on_from_values_that_are_loaded_later(recipe: str) -> None:
-    """From themselves, whole or in parts, not from what was quantized of them."""
-    for way in ("state dict", "rows", "partly the same"):
-        model, plain = pair(recipe)
-        optimizer = FusedAdam(model.parameters(), lr=0.0)
-        model.weight.grad = torch.ones(MATRIX)
-        optimizer.step()
-        master = optimizer.state[model.weight]["master_param"]
-        new = values(MATRIX, 9)
-        if way == "partly the same":
-            new[:, :100] = plain[:, :100]
-        if way in ("state dict", "partly the same"):
-            plain = new
-            model.load_state_dict({"weight": new})
-        else:
-            for weight in (model.weight.detach(), plain):
-                weight[:128].copy_(new[:128])
-        model.weight.grad = torch.zeros(MATRIX)
-        if model.weight.is_pending:  # which is not forgotten for it
-            with pytest.raises(RuntimeError, match="finish_initialization"):
-                optimizer.step()
-        finish_initialization(model)
-        optimizer.step()
-        assert torch.equal(master, plain), way
-        assert not model.weight.has_initial
+    """From the rows themselves, not from what was quantized of them. Whole weights: test_followed_weights.py."""
+    model, plain = pair(recipe)
+    optimizer = FusedAdam(model.parameters(), lr=0.0)
+    model.weight.grad = torch.ones(MATRIX)
+    optimizer.step()
+    master = optimizer.state[model.weight]["master_param"]
+    new = values(MATRIX, 9)
+    for weight in (model.weight.detach(), plain):
+        weight[:128].copy_(new[:128])
+    model.weight.grad = torch.zeros(MATRIX)
+    if model.weight.is_pending:  # which is not forgotten for it
+        with pytest.raises(RuntimeError, match="finish_initialization"):
+            optimizer.step()
+    finish_initialization(model)
+    optimizer.step()
+    assert torch.equal(master, plain)
+    assert not model.weight.has_initial
 
 
 # --- when they are freed ----------------------------------------------------------------------------------------
@@ -302,19 +290,6 @@ def test_frozen_weights_free_initial_values_when_they_are_used(recipe: str, use:
             frozen(model)
             USES[use](model.weight)
         assert not model.weight.has_initial and model.weight.stored_bytes == before - 4 * size
-
-
-@EACH
-def test_frozen_weights_that_an_optimizer_holds_keep_initial_values_for_it(recipe: str) -> None:
-    """As those of a discriminator, which are frozen while the generator is trained."""
-    model, plain = pair(recipe)
-    optimizer = FusedAdam(model.parameters())
-    frozen(model)
-    USES["linear"](model.weight)
-    finish_initialization(model)
-    model.requires_grad_(True)
-    optimizer.initialize_state()
-    assert torch.equal(optimizer.state[model.weight]["master_param"], plain) and not model.weight.has_initial
 
 
 @EACH

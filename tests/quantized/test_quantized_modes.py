@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jacrev, stack_module_state, vmap
+from torch.func import functional_call, grad, jacrev, vmap
 
 from fused_optim.quantized import (
-    Float8BlockScaling,
-    Float8CurrentScaling,
     GroupedLinear,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Recipe,
     dequantize_model_,
     grouped_linear,
     quantize_model_,
@@ -195,15 +189,6 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     assert (found.float() - expected.float()).norm() <= 2**-7 * expected.float().norm()
 
 
-def test_gradients_come_out_of_vmap() -> None:
-    model, x = network("tensor, products"), matrix(32, 128)
-    plain = decoded(model)
-    for each in (model, plain):
-        vmap(lambda row, each=each: each(row[None])[0])(x).float().square().sum().backward()
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert_close(found.grad, expected.grad)
-
-
 def test_delayed_scales_know_nothing_of_transforms() -> None:
     model = network("delayed, products")
     layer = quantize_model_(nn.Linear(128, 256).bfloat16(), type(ALL["tensor, products"])(
@@ -211,17 +196,6 @@ def test_delayed_scales_know_nothing_of_transforms() -> None:
     assert isinstance(layer, QuantizedLinear) and isinstance(model[0], QuantizedLinear)
     vmap(layer)(matrix(32, 128))
     assert layer.is_first_pass and not layer.activation_history.any()
-
-
-def test_ensembles_of_models_are_plain() -> None:
-    models, x = [network("tensor, products") for _ in range(2)], matrix(32, 128)
-    for param in models[1].parameters():
-        if param.dim() == 1:
-            nn.init.ones_(param)
-    params, buffers = stack_module_state(models)
-    found = vmap(lambda p, b: functional_call(models[0], (p, b), (x,)))(params, buffers)
-    for one, model in zip(found, models, strict=True):
-        assert_close(one, decoded(model)(x).detach())
 
 
 # --- second derivatives -------------------------------------------------------------------------------------------
@@ -305,21 +279,3 @@ def test_experts_have_first_derivatives_alone() -> None:
     x = matrix(48, 64).requires_grad_()
     with pytest.raises(RuntimeError, match="differentiated again"):
         torch.autograd.grad(layer(x, offsets).float().sum(), layer.weight, create_graph=True)
-
-
-@pytest.mark.parametrize("trains", [False, True])
-@pytest.mark.parametrize("recipe", [
-    Float8CurrentScaling(compute="decode"), Float8CurrentScaling(compute="fp8"), Float8BlockScaling(compute="fp8"),
-    MXFP8BlockScaling(compute="fp8"), NVFP4BlockScaling(compute="fp4"),
-], ids=lambda recipe: f"{recipe.name}-{recipe.compute}")  # fmt: skip
-def test_traced_layers_compute_as_layers_do(recipe: Recipe, trains: bool) -> None:
-    """``torch.jit.trace`` records torch's operations: not what an engine writes into new memory."""
-    torch.manual_seed(0)
-    layer = quantize_model_(nn.Linear(256, 128).bfloat16(), recipe, lambda *_: True, keep_initial=False)
-    x, other = torch.randn(32, 256).bfloat16(), torch.randn(32, 256).bfloat16()
-    with torch.set_grad_enabled(trains), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates it
-        traced = torch.jit.trace(layer, x, check_trace=False)
-        memory = [torch.full((256, 128), 1e6) for _ in range(20)]
-        del memory  # which new tensors may get
-        assert torch.equal(traced(other), layer(other))

@@ -22,7 +22,6 @@ from recipe_checks import (
     check_ranks,
     check_skipped_steps,
     check_steps_without_masters,
-    check_weights_are_masters,
 )
 
 EACH = pytest.mark.parametrize("recipe", RECIPES)
@@ -50,11 +49,6 @@ def test_ranks_do_not_change_a_bit_without_masters(ranks: int, how: str, on: str
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_masters_follow_adamw_of_plain_weights(recipe: str, dtype: torch.dtype) -> None:
     check_masters(recipe, dtype)
-
-
-@EACH
-def test_weights_are_their_masters_quantized(recipe: str) -> None:
-    check_weights_are_masters(recipe)
 
 
 @EACH

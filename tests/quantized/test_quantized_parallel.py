@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import distributed
-from distributed import Part, assert_same, join_all, on_each_device, part, shard, shard_like
+from distributed import Part, assert_same, join_all, long, on_each_device, part, shard, shard_like
 from fused_optim import FusedAdam
 from fused_optim.quantized import QuantizedTensor, finish_initialization, quantize_model_
 from fused_optim.sharding.dtensor import local_tensor
@@ -153,7 +151,7 @@ def scatter(weight: QuantizedTensor, source: int) -> None:
     dist.scatter(weight, given, source)
 
 
-@pytest.mark.parametrize("recipe, other", [("mxfp8", "nvfp4"), ("tiles", "rows"), ("delayed", "current")])
+@pytest.mark.parametrize("recipe, other", [("mxfp8", "nvfp4"), ("delayed", "current")])
 @pytest.mark.parametrize("ranks, on", on_each_device((2,)))
 def test_what_ranks_do_not_agree_on_raises_on_all_of_them(recipe: str, other: str, ranks: int, on: str) -> None:
     for result in distributed.run(ranks, send_unlike, recipe, other, on=on):
@@ -212,77 +210,12 @@ def build_on_meta(recipes: list[str]) -> dict[str, dict[str, Part]]:
     return found
 
 
-@pytest.mark.parametrize("ranks, on", on_each_device((2,), (4,)))
+@pytest.mark.parametrize("ranks, on", on_each_device(long(2), (4,)))
 def test_models_quantized_on_meta_can_be_parallelized(ranks: int, on: str) -> None:
     results = distributed.run(ranks, build_on_meta, list(RECIPES), on=on)
     for recipe in RECIPES:
         expected = quantize_model_(perceptron(recipe), RECIPES[recipe])
         assert_same(join_all([result[recipe] for result in results]), join_all([parameter_parts(expected)]))
-
-
-# --- fewer rows than ranks --------------------------------------------------------------------------------------
-
-
-def few_rows(fewest: int) -> nn.ModuleList:
-    """Layers side by side, one with a bias."""
-    layers = nn.ModuleList()
-    for number, rows in enumerate((fewest, 3, 5)):
-        layer = nn.Linear(48, rows, bias=rows == 3, device=distributed.device(), dtype=torch.bfloat16)
-        for param in layer.parameters():
-            param.data.copy_(values(param.shape, 13, number))
-        layers.append(layer)
-    return layers
-
-
-def train_few(recipes: list[str], fewest: int, data_ranks: int, first: bool) -> dict[str, list[Any]]:
-    """What is shaped how, outputs, and parameters after some steps: with tensor parallelism, FSDP2, or neither."""
-    found = {}
-    for recipe in recipes:
-        layers = few_rows(fewest)
-        if recipe != "plain" and first:
-            quantize_model_(layers, RECIPES[recipe])
-        if dist.get_world_size() > 1:
-            mesh = distributed.mesh(data_ranks, dist.get_world_size() // data_ranks, names=("dp", "tp"))
-            parallelize_module(layers, mesh["tp"], {str(number): ColwiseParallel() for number in range(len(layers))})
-        if recipe != "plain" and not first:
-            quantize_model_(layers, RECIPES[recipe])
-        if data_ranks > 1:
-            for layer in layers:
-                fully_shard(layer, mesh=mesh["dp"])
-        x = values((2, 48), 14).bfloat16()
-        outputs = [layer(x) for layer in layers]
-        sum(output.float().sum() for output in outputs).backward()
-        shapes = [[tuple(output.shape) for output in outputs]]
-        shapes.append([tuple(local_tensor(param.grad).shape) for param in layers.parameters()])
-        optimizer = FusedAdam(layers.parameters(), lr=0.01)
-        for step in range(2):
-            for index, param in enumerate(layers.parameters()):
-                param.grad = shard_like(gradient(param.shape, index, step).to(param.dtype), param)
-            optimizer.step()
-        found[recipe] = [shapes, [output.detach().cpu() for output in outputs], parameter_parts(layers)]
-    return found
-
-
-@functools.cache  # the same for all numbers of ranks
-def few_on_one_rank(fewest: int, on: str) -> dict[str, list[Any]]:
-    (whole,) = distributed.run(1, train_few, ["plain", *RECIPES], fewest, 1, True, on=on)
-    return whole
-
-
-@pytest.mark.parametrize(
-    "world, first, on", on_each_device(*each_once(product([(2, 1), (3, 1), (4, 1), (4, 2)], [True, False])))
-)
-def test_ranks_without_rows_work_as_with_plain_weights(world: tuple[int, int], first: bool, on: str) -> None:
-    ranks, data_ranks = world
-    recipes, fewest = ["plain", *RECIPES], data_ranks  # FSDP2 takes no parameters that a rank has nothing of
-    results = distributed.run(ranks, train_few, recipes, fewest, data_ranks, first, on=on)
-    whole = few_on_one_rank(fewest, on)
-    for recipe in RECIPES:
-        assert [result[recipe][0] for result in results] == [result["plain"][0] for result in results]
-        for number, expected in enumerate(whole[recipe][1]):
-            columns = torch.cat([result[recipe][1][number] for result in results[: ranks // data_ranks]], 1)
-            assert torch.equal(columns, expected), (recipe, number)
-        assert_same(join_all([result[recipe][2] for result in results]), join_all([whole[recipe][2]]))
 
 
 # --- weights of three dims --------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_optim import FusedAdam
-from fused_optim.quantized import QuantizedTensor, finish_initialization, quantize_model_, quantized_model_init
+from fused_optim.quantized import QuantizedTensor, finish_initialization, quantize_model_
 from fused_optim.quantized.recipes import RECIPES as RECIPES_BY_NAME
 from quantized_cases import (
     RECIPES,
@@ -201,39 +201,6 @@ def test_copies_from_plain_values_quantize_them(recipe: str) -> None:
         target.copy_(torch.zeros(1, target.shape[1]))
 
 
-@EACH
-def test_copies_of_transposed_weights_are_transposed(recipe: str) -> None:
-    source, target = (QuantizedTensor.from_values(values((128, 128), seed), RECIPES[recipe]) for seed in (1, 2))
-    expected = QuantizedTensor.from_values(source.values().t().contiguous(), RECIPES[recipe])
-    for given in (source, source.dequantize()):
-        copy_of = target.clone()
-        copy_of.copy_(given.t())
-        assert torch.equal(copy_of.values(), expected.values())
-        with pytest.raises(NotImplementedError, match="through its transpose"):
-            copy_of.t().copy_(given)
-
-
-@EACH
-def test_single_rows_are_written_as_slices_are(recipe: str) -> None:
-    by_row, by_slice = (nn.Parameter(weight_of(recipe).detach()) for _ in range(2))
-    row = values((by_row.shape[1],), 3).bfloat16()
-    expected = by_row.values()
-    expected[1] = row
-    with torch.no_grad():
-        by_slice[1:2].copy_(row[None])
-        if recipe == "tiles":
-            with pytest.raises(NotImplementedError, match="cannot change a quantized weight in place"):
-                by_row[1] = row
-            by_row.copy_(by_slice)
-        else:
-            by_row[1] = row
-    for weight in (by_row, by_slice):
-        finish_initialization(model_of(weight))
-    assert same_components(by_row, by_slice)
-    assert not same_components(by_row, weight_of(recipe))
-    assert torch.equal(by_row.values(), QuantizedTensor.from_values(expected, RECIPES[recipe]).values())
-
-
 def test_padding_of_embeddings_is_initialised_with_zeros() -> None:
     model = nn.Sequential(nn.Embedding(50, 64, padding_idx=2))
     quantize_model_(model, RECIPES["nvfp4"], lambda module, _: isinstance(module, nn.Embedding))
@@ -314,14 +281,6 @@ def test_plain_state_dicts_are_quantized(recipe: str, assign: bool) -> None:
     assert same_components(model.uneven.weight, weight_of(recipe))
 
 
-def test_assigned_state_dicts_of_another_recipe_are_quantized_anew() -> None:
-    model = quantized_model("mxfp8", seed=1)
-    other = quantized_model("rows")
-    model.load_state_dict(other.state_dict(), assign=True)
-    expected = QuantizedTensor.from_values(other.uneven.weight.initial_values().bfloat16(), RECIPES["mxfp8"])
-    assert same_components(model.uneven.weight, expected)
-
-
 def test_unknown_recipes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     text = pickle.dumps(weight_of("mxfp8"))
     monkeypatch.delitem(RECIPES_BY_NAME, "MXFP8BlockScaling")
@@ -343,26 +302,6 @@ def test_weights_whose_data_was_freed_still_describe_themselves(recipe: str) -> 
             use()
 
 
-def test_frozen_weights_keep_no_initial_values() -> None:
-    model = quantized_model("mxfp8")
-    assert model.uneven.weight.has_initial and not model.frozen.weight.has_initial
-
-
-def test_errors_and_reprs_print_no_contents() -> None:
-    weight = weight_of("mxfp8")
-    assert "tensor(" not in repr(weight) and "[" not in repr(weight)
-
-
-@EACH
-def test_flattening_gives_the_components_and_back(recipe: str) -> None:
-    weight = weight_of(recipe).detach()
-    names, context = weight.__tensor_flatten__()
-    inner = {name: getattr(weight, name) for name in names}
-    assert all(type(part) is Tensor for part in inner.values())
-    again = QuantizedTensor.__tensor_unflatten__(inner, context, weight.shape, weight.stride())
-    assert same_components(again, weight)
-
-
 def test_storage_is_where_the_data_is() -> None:
     weight = weight_of("mxfp8")
     assert weight.untyped_storage().device == CPU and weight.to("meta").untyped_storage().device.type == "meta"
@@ -370,22 +309,6 @@ def test_storage_is_where_the_data_is() -> None:
 
 
 # --- making models ----------------------------------------------------------------------------------------------
-
-
-def test_only_chosen_modules_are_quantized() -> None:
-    model = plain_model("mxfp8")
-    quantize_model_(model, RECIPES["mxfp8"], lambda module, name: name in ("even", "few"))
-    kinds = {name: type(param) for name, param in model.named_parameters()}
-    assert {name for name, kind in kinds.items() if kind is QuantizedTensor} == {"even.weight", "few.weight"}
-
-
-def test_tied_weights_stay_tied() -> None:
-    for chosen in (nn.Linear, nn.Embedding, (nn.Linear, nn.Embedding)):
-        model = nn.Sequential(nn.Embedding(7, 64), nn.Linear(64, 7))
-        model[1].weight = model[0].weight
-        quantize_model_(model, RECIPES["nvfp4"], lambda module, _, kind=chosen: isinstance(module, kind))
-        assert model[0].weight is model[1].weight and isinstance(model[0].weight, QuantizedTensor)
-        assert len(list(model.parameters())) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -407,19 +330,6 @@ def test_discarded_initial_values_seed_no_masters() -> None:
     optimizer = FusedAdam(model.parameters())
     optimizer.initialize_state()
     assert torch.equal(optimizer.state[model.even.weight]["master_param"], model.even.weight.dequantize(torch.float32))
-
-
-def test_models_can_be_built_quantized() -> None:
-    torch.manual_seed(1)
-    plain = nn.Sequential(nn.Linear(64, 8), nn.LayerNorm(8), nn.Linear(8, 2, bias=False))
-    torch.manual_seed(1)
-    with quantized_model_init(RECIPES["nvfp4"]):
-        model = nn.Sequential(nn.Linear(64, 8), nn.LayerNorm(8), nn.Linear(8, 2, bias=False))
-    assert type(nn.Linear(2, 2).weight) is nn.Parameter
-    for index in (0, 2):
-        expected = QuantizedTensor.from_values(plain[index].weight.detach(), RECIPES["nvfp4"])
-        assert same_components(model[index].weight, expected)
-        assert torch.equal(model[index].weight.initial_values(), plain[index].weight)
 
 
 def test_initialising_again_needs_finishing() -> None:

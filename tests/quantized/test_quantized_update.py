@@ -6,7 +6,6 @@ On the CPU masters have the bits of the reference backend, too; a GPU's may diff
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import distributed
-from distributed import join_all, on_each_device, same_bits
+from distributed import same_bits
 from fused_optim import adapters
 from fused_optim.quantized import (
     Float8BlockScaling,
@@ -31,7 +29,7 @@ from fused_optim.quantized import (
 from fused_optim.quantized.recipes import codec as quantizer
 from pairwise import pairwise
 from peers import FusedAdam
-from quantized_cases import RECIPES, Run, values
+from quantized_cases import RECIPES, values
 
 F32, BF16, F16, E4M3, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 ALL = {**RECIPES, "rows, FP32 scales": Float8BlockScaling((1, 128))}
@@ -334,23 +332,6 @@ def check_scales_of_zeros(recipe: Float8DelayedScaling, device: str) -> None:
         scale = training.optimizer.state[weight]["master_param"].abs().max().cpu() / 448 * 2.0**recipe.margin
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_components_that_were_replaced_are_written(recipe: str, engine: str) -> None:
-    """Another tensor in a weight's dict, or other memory of the same one, from one step to the next."""
-    straight, replaced = (Training(RECIPES[recipe], engine, shapes=[(4, 128), (130, 384)]) for _ in range(2))
-    for step in range(5):
-        straight.steps(step, step + 1)
-        replaced.steps(step, step + 1)
-        for weight in replaced.params():
-            if isinstance(weight, QuantizedTensor):
-                name = list(weight.components)[step % len(weight.components)]
-                former, weight.components[name] = weight.components[name], weight.components[name].clone()
-                former.fill_(1)
-                if step > 2:
-                    weight.components[name].data = weight.components[name].clone()
-    assert_all_same([straight.found(), replaced.found()])
-
-
 def test_initial_values_that_come_back_are_freed(engine: str) -> None:
     """As those of shards do into which plain values are copied, of a weight that steps have updated."""
     training = Training(Float8DelayedScaling(), engine, shapes=[(4, 128), (2, 128)], plain=False)
@@ -441,32 +422,6 @@ def test_torchs_default_dtype_does_not_matter(recipe: str, dtype: torch.dtype, e
     finally:
         torch.set_default_dtype(F32)
     training.steps(2, 3)
-
-
-def test_absmaxes_keep_their_memory_for_captured_graphs(engine: str) -> None:
-    training = Training(ALL["current"], engine, capturable=True)
-    training.steps(0, 1)
-    kept = weakref.ref(training.optimizer.stepper._plan.measured[0])
-    training.optimizer.stepper.scalars.count(training.optimizer.param_groups, capturing=True)
-    training.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, dtype=BF16, device=engine))]})
-    training.steps(1, 2)
-    assert kept() is not None
-
-
-def replace_local_masters() -> list[Any]:
-    runs = [Run("current"), Run("current", "plain")]
-    for step in range(4):
-        for run in runs:
-            run.train(step, step + 1)
-        for states in runs[0].optimizer.state.values():
-            states["master_param"]._local_tensor = states["master_param"]._local_tensor.clone()
-    return [run.snapshot() for run in runs]
-
-
-@pytest.mark.parametrize("ranks, on", on_each_device((1,)))
-def test_masters_whose_local_tensors_were_replaced_are_found(ranks: int, on: str) -> None:
-    ((sharded, plain),) = distributed.run(ranks, replace_local_masters, on=on)
-    distributed.assert_same(join_all([sharded]), join_all([plain]))
 
 
 def test_unchanged_weights_are_not_described_again(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fused_optim import FusedAdam
 from fused_optim.quantized import QuantizedTensor, finish_initialization
 from quantized_cases import RECIPES, has_tiles, same_components, values
 from weight_cases import EXPERTS, MATRIX, pair, shapes_of
@@ -143,25 +140,6 @@ def test_views_follow_their_weight(recipe: str) -> None:
         finish_initialization(model)
 
 
-def test_copies_of_views_are_plain() -> None:
-    model, _ = pair("mxfp8")
-    plain = model.weight.values()
-    column = model.weight.detach()[:, 3]
-    buffer = io.BytesIO()
-    torch.save(column, buffer)
-    buffer.seek(0)
-    copies = [column.clone(), copy.deepcopy(column), pickle.loads(pickle.dumps(column)), torch.from_dlpack(column)]
-    for made in [*copies, torch.load(buffer, weights_only=True), column.contiguous() + 0, column.to(torch.float64)]:
-        assert type(made) is Tensor and torch.equal(made.float(), plain[:, 3])
-    assert column.tolist() == plain[:, 3].tolist() and (column.numpy() == plain[:, 3].numpy()).all()
-    assert [row.sum().item() for row in model.weight[:3]] == [row.sum().item() for row in plain[:3]]
-    assert column[5].item() == plain[5, 3] and "tensor(" not in repr(column) and "[" not in repr(column)
-    with pytest.raises(RuntimeError, match="no memory"):
-        column.data_ptr()
-    with pytest.raises(TypeError, match="no memory"):
-        FusedAdam([nn.Parameter(column)])
-
-
 def test_views_cannot_change_shapes_and_dtypes_of_weights() -> None:
     model, plain = pair("mxfp8")
     weight = model.weight.detach()
@@ -175,22 +153,6 @@ def test_views_cannot_change_shapes_and_dtypes_of_weights() -> None:
     with pytest.raises(TypeError, match=r"weight: .*torch\.int32"):
         weight.view(torch.int32)
     assert torch.equal(model.weight.initial_values(), plain) and not model.weight.is_pending
-
-
-@EACH
-def test_functions_of_weights_and_views_can_be_transformed(recipe: str) -> None:
-    model, plain = pair(recipe, MATRIX, keep_initial=False)
-    x = values((3, 256), 2)
-
-    def loss(weight: Tensor) -> Tensor:
-        return (x @ weight.view(2, 64, 256)[1].t()).square().sum() + weight.diagonal().sum()
-
-    for transformed in (torch.func.grad(loss), torch.func.functionalize(loss), torch.vmap(lambda row: row.sum())):
-        assert torch.allclose(transformed(model.weight.detach()), transformed(plain), rtol=1e-5)
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    expected = torch.func.grad(loss)(plain)
-    compiled(model.weight).backward()
-    assert torch.allclose(model.weight.grad, expected, rtol=1e-5)
 
 
 def test_compiled_code_writes_as_eager_code_or_raises() -> None:

@@ -93,16 +93,6 @@ def test_offloaded_activations_give_the_same_gradients(name: str, kind: str, fp8
             assert float((a.double() - b.double()).norm()) <= bound * float(b.double().norm())
 
 
-@pytest.mark.parametrize("name", ["one scale", "blocks, decoded"])
-def test_hooks_that_pin_make_weights_plain(name: str, fp8_device: str) -> None:
-    """What the test above is about."""
-    layer = quantize_model_(nn.Linear(WIDTH, WIDTH).to(fp8_device).bfloat16(), RECIPES[name], lambda *_: True)
-    with save_on_cpu(pin_memory=True):
-        out = layer(matrix(ROWS, WIDTH).to(fp8_device).requires_grad_())
-    saved = out.grad_fn.saved_tensors  # type: ignore[union-attr]
-    assert len(saved) >= 2 and all(type(each) is Tensor for each in saved)
-
-
 @pytest.mark.parametrize("rows, blocks", [(128, 2), (256, 3), (128, 1)])
 def test_copies_of_scales_of_blocks_lie_as_products_want_them(rows: int, blocks: int) -> None:
     """Copies that hooks make are row by row; cuBLAS takes scales column by column."""

@@ -34,13 +34,6 @@ def test_all_components_are_shared(recipe: str) -> None:
     assert weight.share_memory_() is weight and addresses(weight) == at
 
 
-def test_a_part_shares_its_weight() -> None:
-    for part in (lambda w: w[:32], lambda w: w.t(), lambda w: w[:, 3], lambda w: w.view(-1), lambda w: w[:, :32]):
-        model, _ = pair("mxfp8", keep_initial=False)
-        part(model.weight.detach()).share_memory_()
-        assert model.weight.is_shared()
-
-
 def test_what_waits_to_be_quantized_is_not_shared() -> None:
     model, _ = pair("mxfp8")
     nn.init.normal_(model.weight)

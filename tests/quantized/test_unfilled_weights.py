@@ -124,18 +124,6 @@ def assert_near(found: Tensor, expected: Tensor, recipe: str, way: str) -> None:
     assert ((found - expected).abs() <= step * expected.abs() + 2**-9 * expected.abs().max()).all(), way
 
 
-@EACH
-def test_all_parts_make_the_whole(recipe: str) -> None:
-    """Bytes, part by part: those of the whole."""
-    full, _ = pair(recipe, SHAPE, keep_initial=False)
-    for made in MADE.values():
-        for cut in (lambda w, i: w[128 * i : 128 * (i + 1)], lambda w, i: w[:, 128 * i : 128 * (i + 1)]):
-            model = made(recipe, SHAPE)
-            for index in range(2):
-                cut(model.weight.detach(), index).copy_(cut(full.weight.detach(), index))
-            assert not model.weight.is_pending and same_components(model.weight, full.weight)
-
-
 # --- initialisers of parts ----------------------------------------------------------------------------------------
 
 INITIALISERS: dict[str, Callable[[Tensor], object]] = {
@@ -178,16 +166,6 @@ def test_initialisers_of_parts_work_or_change_nothing(recipe: str, place: str) -
             initialise(of(model.weight))
         assert same_components(model.weight, before) and not model.weight.is_pending, name
         assert not model.weight.has_initial, name
-
-
-@EACH
-def test_copies_into_several_weights_change_all_or_none(recipe: str) -> None:
-    first, second = (pair(recipe, keep_initial=False)[0] for _ in range(2))
-    before = copy.deepcopy(first.weight)
-    sources = [values(first.weight.shape, 7), values((3, 4), 8)]
-    with pytest.raises(RuntimeError, match=r"tensor 1, of shape \(3, 4\) into one of shape"):
-        torch._foreach_copy_([first.weight.detach(), second.weight.detach()], sources)
-    assert same_components(first.weight, before)
 
 
 # --- bytes beside others ------------------------------------------------------------------------------------------

@@ -279,17 +279,6 @@ def test_masters_follow_what_others_write(kind: str, factor: float) -> None:
     assert ((after - written).abs() <= after.abs() * (2.0**-4 + 2.0**-8) + 2.0**-10 / 64).all()
 
 
-@pytest.mark.parametrize("of_master", [float("inf"), float("nan")])
-@any_kind
-def test_masters_that_are_not_finite_follow_their_weights(kind: str, of_master: float) -> None:
-    param, optimizer = trained(kind)
-    values = decoded(param)
-    optimizer.state[param]["master_param"][3, 5] = of_master
-    with torch.no_grad():
-        param.copy_(values)
-    assert optimizer.state_dict()["state"][0]["master_param"][3, 5] == decoded(param)[3, 5]
-
-
 # --- scales of shards -------------------------------------------------------------------------------------------
 
 

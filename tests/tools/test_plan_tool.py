@@ -77,7 +77,7 @@ def allocated(algorithm: str) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("algorithm", ["adamw", "muon"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_what_fsdp2_allocates(ranks: int, algorithm: str) -> None:
     """By part. No rank holds more than rank 0."""
     everyone = distributed.run(ranks, allocated, algorithm)
@@ -119,20 +119,10 @@ CONFIGS: dict[int, dict[str, Any]] = {
         **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256},
         **{"num_attention_heads": 32, "num_key_value_heads": 8},
     },
-    405_853_388_800: {  # Llama 3.1 405B
-        "model_type": "llama",
-        **{"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "vocab_size": 128256},
-        **{"num_attention_heads": 128, "num_key_value_heads": 8},
-    },
     1_235_814_400: {  # Llama 3.2 1B
         "model_type": "llama",
         **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256},
         **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True},
-    },
-    7_615_616_512: {  # Qwen2.5 7B
-        "model_type": "qwen2",
-        **{"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "vocab_size": 152064},
-        **{"num_attention_heads": 28, "num_key_value_heads": 4},
     },
     8_190_735_360: {  # Qwen3 8B
         "model_type": "qwen3",
