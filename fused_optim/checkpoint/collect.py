@@ -29,12 +29,17 @@ NO_MASTERS = (
 
 
 def check_ours(model: Any, optimizer: Any) -> None:
-    """Raise TypeError for an optimizer that is not of this package, and where the two are exchanged."""
+    """Raise TypeError for an optimizer that saves cannot ask for its states, and where the two are exchanged."""
     check_order(model, optimizer)
     if not isinstance(optimizer, ShardedOptimizer):
         raise TypeError(
             f"optimizer: expected FusedAdamW, FusedLion or FusedMuon, got {type(optimizer).__name__}; torch's "
             "optimizers are saved by torch.distributed.checkpoint"
+        )
+    if type(optimizer).state_dict is not ShardedOptimizer.state_dict:
+        raise TypeError(
+            f"optimizer: {type(optimizer).__name__} has a state_dict() of its own, which saves would leave out: use "
+            "register_state_dict_post_hook(), which they call"
         )
 
 

@@ -251,6 +251,18 @@ def test_others_are_refused(kind: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_state_dict_of_a_subclass_is_refused(tmp_path: Path) -> None:
+    """Saves ask for a form of their own, not by this method."""
+
+    class Noting(FusedAdamW):
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "note": 1}
+
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"Noting has a state_dict\(\) of its own.*register_state_dict_post_hook"):
+        Checkpointer(model, Noting(model.parameters()), tmp_path)
+
+
 def save_by_torch(kind: str, folder: str, named: bool = False) -> None:
     """``named``: with a manifest, as earlier versions have saved torch's optimizers."""
     model, optimizer = build(kind)
