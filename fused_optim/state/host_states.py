@@ -25,7 +25,7 @@ class Offloading:
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
-        self._links: dict[torch.device, HostTransfer] = {}
+        self.links: dict[torch.device, HostTransfer] = {}
         self._chosen: tuple[SameTensors, set[int]] | None = None  # of these parameters, those to be offloaded
 
     @property
@@ -63,11 +63,11 @@ class Offloading:
 
     def link(self, device: torch.device) -> HostTransfer:
         """The transfer of states in host memory to a device and back."""
-        return self._links.get(device) or self._links.setdefault(device, HostTransfer(device))
+        return self.links.get(device) or self.links.setdefault(device, HostTransfer(device))
 
     def synchronize(self) -> None:
         """Wait until states in host memory are there."""
-        for link in self._links.values():
+        for link in self.links.values():
             link.synchronize()
 
 

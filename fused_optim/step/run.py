@@ -126,7 +126,7 @@ class Stepper:
             self.clipping.drop()
         else:
             self._update(self._refreshed_plan(scaled=scaling[0] is not None), scaling, capturing)
-        if self._store.settings.offload_states:
+        if self._store.offloading.links:
             self._store.offloading.synchronize()
         if scaler is not None:
             mark_stepped(optimizer, scaler)

@@ -235,7 +235,7 @@ class Hyperparameters:
             planned=[_copied(group.get(key)) for key in planned],
             rule=rule,
             values=rule.hyperparameters(group),
-            weight_decay=float(group["weight_decay"]) / (group[INITIAL_LR] if store.settings.decoupled_lr else 1.0),
+            weight_decay=float(group["weight_decay"]),
             maximize=group["maximize"],
             orthogonalization=rule.orthogonalization(group) if rule.whole_matrices else None,
         )
@@ -268,7 +268,7 @@ class Hyperparameters:
                 lr=lr,
                 values=read.values,
                 decoupled=read.rule.decoupled,
-                weight_decay=read.weight_decay,
+                weight_decay=read.weight_decay / (group[INITIAL_LR] if settings.decoupled_lr else 1.0),
                 step=int(group[STEP]) + 1,
                 maximize=read.maximize,
                 stochastic_rounding=settings.stochastic_rounding,

@@ -53,6 +53,21 @@ def test_it_is_the_usual_decay_of_another_strength() -> None:
     assert same_bits(*(optimizer.param_groups[0]["params"][0].detach() for optimizer in (ours, usual)))
 
 
+def test_it_can_be_switched_off_between_steps() -> None:
+    """The param groups stay as they are, so nothing in them tells the next step."""
+    ours, usual = param(), param()
+    switched = FusedAdamW([ours], lr=2e-2, weight_decay=0.01, decoupled_lr=True)
+    for optimizer, weight in ((switched, ours), (FusedAdamW([usual], lr=2e-2, weight_decay=0.5), usual)):
+        for decay in (0.5, 0.01):
+            weight.grad = torch.ones_like(weight)
+            if optimizer is not switched:
+                optimizer.param_groups[0]["weight_decay"] = decay
+            elif decay == 0.01:
+                switched.decoupled_lr = False
+            optimizer.step()
+    assert same_bits(ours.detach(), usual.detach())
+
+
 def test_groups_have_rates_of_their_own() -> None:
     first, second = param(), param()
     optimizer = FusedAdamW([{"params": [first]}, {"params": [second], "lr": 1e-4}], lr=1e-2, decoupled_lr=True)
