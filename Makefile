@@ -39,7 +39,7 @@ SMOKE := tests/test_journeys.py tests/step/test_parity.py::test_option tests/ste
     tests/muon/test_muon_sharded.py::test_fsdp2_trains_as_one_process \
     tests/checkpoint/test_checkpointer.py::test_loads_into_other_formats \
     tests/quantized/test_quantized_fsdp.py::test_gathered_weights_are_the_shards_bit_for_bit \
-    tests/changes/test_sharded.py::test_what_ranks_hold_is_all_together tests/tools/test_inspector.py::test_the_page
+    tests/changes/test_sharded.py::test_what_ranks_hold_is_all_together tests/tools/test_inspector.py::test_models_alone
 
 smoke: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -m 'not long and not cuda' $(SMOKE)
