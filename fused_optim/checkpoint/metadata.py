@@ -117,6 +117,7 @@ _FIELDS: dict[type, frozenset[str]] = {
     kind: frozenset(field.name for field in fields(kind))
     for kind in (Metadata, BytesStorageMetadata, TensorStorageMetadata, ChunkStorageMetadata, MetadataIndex)
 } | {_StorageInfo: frozenset(("relative_path", "offset", "length", "transform_descriptors"))}
+_HAS_STRIDES = any(field.name == "strides" for field in fields(TensorProperties))  # torch 2.15
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
 _NAMES: dict[tuple[str, str], Any] = {
@@ -255,7 +256,10 @@ def _properties(key: str, given: Any) -> TensorProperties:
     for number, value in enumerate(more[1:], 7):
         if _holds(value):
             raise _Newer(f"field {number} of TensorProperties is unknown")
-    return TensorProperties(dtype, layout, requires_grad, memory_format, pinned)
+    strides = more[0] if more else None
+    if strides is not None:
+        strides = tuple(_number(f"a stride of {key}", step) for step in _of(f"the strides of {key}", strides, tuple))
+    return TensorProperties(dtype, layout, requires_grad, memory_format, pinned, *([strides] if _HAS_STRIDES else []))
 
 
 def _size(key: str, given: Any) -> torch.Size:
