@@ -390,7 +390,7 @@ class ShardedOptimizer(Optimizer, OfOptimizers):
         unless ``error_if_nonfinite``.
         """
         if self.stepper.buckets is not None:
-            self.stepper.refuse_in_buckets("clip_grad_norm_()")
+            raise self.stepper.needs_all_gradients("clip_grad_norm_()")
         return self.stepper.clipping.measure(max_norm, norm_type, error_if_nonfinite)
 
     @observed

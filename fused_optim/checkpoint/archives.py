@@ -164,7 +164,7 @@ def saved(value: Any) -> bytes:
 def check_loadable(what: str, state: Any) -> None:
     """Raise ValueError for a value that could be saved, but not loaded again without running code of the file.
 
-    What other packages have had torch admit is refused: the process that loads may not have imported them.
+    Classes that other packages have had torch admit are refused: the process that loads may not have imported them.
     ``what`` it is, for messages. Shards are not looked at, nor are other tensors of a model and an optimizer.
     """
     for path, value in _leaves(state, what):
@@ -176,7 +176,8 @@ def check_loadable(what: str, state: Any) -> None:
             load_object(io.BytesIO(saved(value)), "it", admits_registered=False)
         except Exception as error:
             expected = "expected tensors and plain values (numbers, texts, lists, tuples, dicts, sets of these)"
-            raise ValueError(f"{path}: {expected}, got {_kind(value)}, which could not be loaded again") from error
+            kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+            raise ValueError(f"{path}: {expected}, got {kind}, which could not be loaded again") from error
 
 
 def _is_known(value: Any) -> bool:
@@ -184,10 +185,6 @@ def _is_known(value: Any) -> bool:
         known = type(value) in (Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_quantized
         return isinstance(value, DTensor) or (known and not value.is_meta)
     return value is None or type(value) in (bool, int, float, complex, str, bytes)
-
-
-def _kind(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
 def _leaves(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:

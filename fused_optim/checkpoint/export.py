@@ -102,16 +102,14 @@ def _states(optimizer: FusedAdam, device: str | None) -> Iterator[tuple[Tensor, 
             yield param, torch_states(optimizer.store[param], group["step"], device)
 
 
-def _placed(state: Tensor, param: Tensor) -> Tensor:
-    """The state's local memory, placed and with chunk lists as ``param`` has them."""
-    return keep_chunks(rewrap_like(local_tensor(state).detach(), param), param)
-
-
 def _export_folder(optimizer: FusedAdam, names: Mapping[Tensor, str], groups: list[dict[str, Any]], path: Path) -> None:
     doing = f"exporting to {path}"
     with on_all_ranks(doing):
         state = {
-            names[param]: {name: _placed(value, param) if name in MOMENTS else value for name, value in states.items()}
+            names[param]: {
+                name: keep_chunks(rewrap_like(local_tensor(value).detach(), param), param) if name in MOMENTS else value
+                for name, value in states.items()
+            }
             for param, states in _states(optimizer, "cpu")
         }
         flat = {

@@ -63,7 +63,10 @@ def flat(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Place]]:
 
 def _leaves(path: Place, value: Any) -> Iterator[tuple[Place, Any]]:
     if isinstance(value, Mapping):
-        if not _is_structure(path) and _is_lost(value):
+        # Models, optimizers, param groups and parameters' states are always flattened.
+        is_structure = len(path) == 1 or (path[1] in ("state", "param_groups") and len(path) <= 3)
+        has_other_keys = any(type(key) is not str for key in value)
+        if not is_structure and (not value or (has_other_keys and not _holds_shards(value))):
             yield path, _plain(value)
             return
         for key, item in value.items():
@@ -77,15 +80,6 @@ def _leaves(path: Place, value: Any) -> Iterator[tuple[Place, Any]]:
 
 def _holds(value: Any) -> bool:
     return isinstance(value, Tensor | Mapping) or (isinstance(value, list) and any(map(_holds, value)))
-
-
-def _is_structure(path: Place) -> bool:
-    """True for the path of a model, an optimizer, a param group or a parameter's states: these are always flattened."""
-    return len(path) == 1 or (path[1] in ("state", "param_groups") and len(path) <= 3)
-
-
-def _is_lost(value: Mapping[Any, Any]) -> bool:
-    return not value or (any(type(key) is not str for key in value) and not _holds_shards(value))
 
 
 def _holds_shards(value: Any) -> bool:
@@ -119,7 +113,7 @@ def path_after(place: Place, text: str) -> Place:
 
 
 def setting_after(place: Place, text: str) -> Place:
-    """:func:`path_after` of what is in a mapping."""
+    """:func:`path_after` for an entry of a mapping."""
     first, *inner = path_after(place, text)
     return str(first), *inner
 
@@ -178,10 +172,10 @@ class Source(ABC):
         """A whole tensor, or another object, as it was saved. Raises ValueError or OSError for another one."""
 
     def check(self, keys: Collection[str] | None = None) -> None:  # noqa: B027  nothing where opening checks it
-        """Raise ValueError or OSError where the files cannot hold what is described of some keys, or of all."""
+        """Raise ValueError or OSError for files that cannot hold the described values of some keys, or of all."""
 
     def read(self, wanted: Mapping[str, Tensor | None]) -> dict[str, Any]:
-        """Fill the tensors, this rank's part of DTensors; read what is no tensor where there is None."""
+        """Fill the tensors, this rank's part of DTensors; put other values in the places of None."""
         return {
             key: self.value(key) if buffer is None else _copy_part(buffer, self.value(key))
             for key, buffer in wanted.items()
@@ -404,7 +398,7 @@ def safetensors_files(path: Path) -> list[Path]:
 
 
 class SafetensorsFiles(Source):
-    """Safetensors files. What is no tensor is in their headers, where ``convert`` has put it."""
+    """Safetensors files. ``convert`` has put values that are no tensors into their headers."""
 
     kind = "safetensors"
     ranks = None
@@ -446,7 +440,7 @@ _DTYPES = {
 def open_source(path: PathLike | Folder) -> Source:
     """A folder of torch.distributed.checkpoint, a file of torch.save, or safetensors files. Runs no code of them.
 
-    Raises FileNotFoundError for what is not there or not whole, ValueError for what is none of these or is damaged.
+    Raises FileNotFoundError for a path that is missing or not whole, ValueError for other kinds and damaged files.
     """
     folder = folder_at(path)
     if folder.size(FILE) is not None:

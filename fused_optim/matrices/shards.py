@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -133,7 +133,8 @@ class MatrixUpdate:
         of_group = [hyper.orthogonalization for hyper in hypers]
         if of_group == self._of_group:
             return
-        self._of_group, self._how = of_group, [how for group in self._groups if (how := of_group[group]) is not None]
+        self._of_group = of_group
+        self._how = [cast(Orthogonalization, of_group[group]) for group in self._groups]  # each of these has one
         kinds = list(map(Kind.of, self._how))
         if not self._buckets or kinds != self._kinds:
             params = {i: param for i, ref in enumerate(self._params) if (param := ref()) is not None}

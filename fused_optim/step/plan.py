@@ -326,13 +326,13 @@ class Plan:
                 updated = ParamState(param, states, layout).read_master()
             elif target is None or master is None:  # the values are updated as an FP32 parameter is, and then encoded
                 master, layout = None, replace(layout, master=Master.PARAMETER)
-            update, is_fused = WeightUpdate(updated), target is not None and master is not None
+            update = WeightUpdate(updated)
             if target is not None and master is not None:
                 absmax = part.absmax_of(slot) if target.measures else None
                 update = WeightUpdate(updated, absmax, target.data is not None)
                 part.cached[i] = cached_weight(part.cached[i], param, target, master)
             assert self._weights is not None  # which has all that have adapters
-            self._weights.put(slot.index, update, reusable=is_fused)
+            self._weights.put(slot.index, update, reusable=target is not None and master is not None)
         grad = getattr(param, self._attribute)
         local_grad, aligned = finished_local(grad), placed_as(grad, param)
         placed = local_grad if aligned is grad else finished_local(aligned)

@@ -220,7 +220,7 @@ class Stepper:
         self._store.sync_params()
 
     def check_groups(self) -> None:
-        """Read what was written into running param groups as plain values. Raises ValueError or TypeError.
+        """Read and check values that were written into running param groups. Raises ValueError or TypeError.
 
         RuntimeError where the model has other parameters in the places of some.
         """
@@ -298,13 +298,13 @@ class Stepper:
         if option in (OfOptimizers.seed, OfOptimizers.skip_nonfinite):  # which plans are made with
             self.leave_plan()
 
-    def refuse_in_buckets(self, what: str) -> None:
-        """Raise RuntimeError if an option needs all gradients at once."""
-        if self.buckets is not None:
-            raise RuntimeError(
-                f"{what} needs all gradients at once, and this optimizer makes its steps in buckets (gradient "
-                "release), which free gradients as they come: do without one of the two"
-            )
+    @staticmethod
+    def needs_all_gradients(what: str) -> RuntimeError:
+        """The error for a call that steps in buckets cannot serve."""
+        return RuntimeError(
+            f"{what} needs all gradients at once, and this optimizer makes its steps in buckets (gradient "
+            "release), which free gradients as they come: do without one of the two"
+        )
 
     def renew_states(self) -> None:
         """Create missing states before a step in buckets; parameters' versions stay those of their masters."""
@@ -433,6 +433,7 @@ class Stepper:
 
     def next_hypers(self) -> Callable[[torch.device], list[Hyper]]:
         """The scalars of a step made now, without a GradScaler's scale, for ``diagnostics()``."""
-        self.refuse_in_buckets("diagnostics()")
+        if self.buckets is not None:
+            raise self.needs_all_gradients("diagnostics()")
         self.clipping.check()
         return lambda device: self.hyperparameters.on(device, factor=self.clipping.factor(device))
