@@ -213,7 +213,7 @@ class CompiledShards:
         self._table.launch_matrix_pass(first, list(values), addresses, types, **where)
 
     def _set_groups(self, hypers: list[Hyper], workspace: Tensor | None) -> dict[str, int]:
-        """Give the engine the hyperparameters of a step. Returns where it runs, as arguments of its launches."""
+        """Give the engine the hyperparameters of a step. Returns its device and stream, as arguments of launches."""
         for group, h in enumerate(hypers):
             rate, lr = (h.lr, 0.0) if isinstance(h.lr, Tensor) else (None, h.lr)
             self._table.set_group(  # in its order: keywords would cost a microsecond per group

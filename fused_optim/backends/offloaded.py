@@ -155,7 +155,7 @@ def _cut(work: ShardWork, most: int) -> list[_Part]:
 class StreamedShards:
     """Shards of one device and rule whose states are in host memory. ``groups``: the param group of each.
 
-    ``parts``: of each shard that was updated before, the addresses of its states and what it was cut into then.
+    ``parts``: of each shard that was updated before, the addresses of its states and its parts then.
     """
 
     device: torch.device

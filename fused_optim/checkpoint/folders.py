@@ -438,7 +438,7 @@ def threads_to_read() -> int:
 
 
 def done_by(pool: ThreadPoolExecutor, do: Callable[[T], Result], jobs: Iterable[T]) -> list[Result]:
-    """``pool.map``, without a future for each of thousands of jobs. After what raises, no other job begins."""
+    """``pool.map``, without a future for each of thousands of jobs. After a job that raises, no other begins."""
     waiting = deque(enumerate(jobs))
     results: dict[int, Result] = {}
 

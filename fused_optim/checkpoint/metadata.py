@@ -1,4 +1,4 @@
-"""Reads what others wrote without running code that it might hold: ``.metadata``, objects of torch.save, and JSON.
+"""Reads files of others without running code that they might hold: ``.metadata``, objects of torch.save, and JSON.
 
 ``.metadata`` of torch.distributed.checkpoint is a pickle. It may name the classes that torch's own writers put into it,
 and nothing else; what it says is then checked against the classes' fields and its own size. A file from elsewhere can
@@ -50,14 +50,14 @@ _LARGEST = (1 << 63) - 1
 
 
 class _Newer(ValueError):
-    """Raised for what only a newer torch can have written."""
+    """Raised for contents that only a newer torch can have written."""
 
 
 # --- what a pickle may name -----------------------------------------------------------------------------------------
 
 
 class _Fixed(type):
-    """Metaclass of what a pickle may name: no pickle can set its attributes, as it could those of torch's classes."""
+    """Metaclass of the classes that a pickle may name: none can set their attributes, as it could torch's."""
 
     def __setattr__(cls, name: str, value: object) -> NoReturn:
         raise ValueError(f"it sets {name} of {cls.__name__}")
@@ -311,7 +311,7 @@ def unfinished(folder: Folder) -> str:
 
 
 def check_files(folder: Folder, described: Metadata, keys: Container[str] | None = None) -> None:
-    """Compare the files with what the metadata says of some keys, or of all.
+    """Compare the files with the metadata of some keys, or of all.
 
     Raises FileNotFoundError for one that is missing, Damaged for one that is too short, or whose bytes it gives to
     several tensors.
@@ -346,7 +346,7 @@ def chunk_sizes(described: Metadata) -> dict[tuple[str, tuple[int, ...]], torch.
 
 
 def range_of(key: str, info: _StorageInfo) -> tuple[str, int, int]:
-    """File, start and length of what is stored under a key. Raises ValueError where its writer transformed it."""
+    """File, start and length of the value of a key. Raises ValueError for one that its writer transformed."""
     if info.transform_descriptors:
         raise ValueError(f"{key} was transformed as it was written ({info.transform_descriptors}): not supported")
     return info.relative_path, info.offset, info.length
@@ -359,15 +359,15 @@ _DEEPEST = 32  # JSON that is nested
 
 
 class Refused(ValueError):
-    """Raised for what might run code if it were read."""
+    """Raised for a file that might run code if it were read."""
 
 
 def load_object(file: Path | IO[bytes], what: str, admits_registered: bool = True) -> Any:
     """``torch.load(weights_only=True)`` into host memory, of a path mapped into it.
 
     ``what`` it is, for messages. ``admits_registered``: also classes that torch admits only because a package that this
-    process has imported told it to. Raises :class:`Refused` for what torch does not admit, Damaged (a ValueError) for
-    what cannot be read.
+    process has imported told it to. Raises :class:`Refused` for classes that torch does not admit, Damaged (a ValueError)
+    for a file that cannot be read.
     """
     try:
         if not zipfile.is_zipfile(file):
@@ -409,7 +409,7 @@ def _registered_by_others() -> set[str]:
 
 
 def load_json(content: bytes, what: str) -> dict[str, Any]:
-    """An object of JSON. Raises Damaged, a ValueError, for what is none, and for numbers that are none of 64 bits."""
+    """An object of JSON. Raises Damaged, a ValueError, for other text, and for numbers beyond 64 bits."""
     try:
         parsed = json.loads(content, parse_int=_whole, parse_float=_finite, parse_constant=_finite)
     except json.JSONDecodeError as error:
@@ -428,7 +428,7 @@ def load_json(content: bytes, what: str) -> dict[str, Any]:
 
 
 def number_in(content: dict[str, Any], field: str, what: str) -> int:
-    """A whole number of an object of JSON. Raises Damaged where it is none."""
+    """A whole number of an object of JSON. Raises Damaged for another value."""
     found = content.get(field)
     if type(found) is not int or found < 0:
         raise Damaged(f"{what} is damaged: {field}: expected a number of at least 0, found {type(found).__name__}")

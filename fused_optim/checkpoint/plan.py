@@ -85,7 +85,7 @@ class Naming:
         return next((candidate for candidate in candidates if candidate in self.known), renamed)
 
     def note(self, saved: str) -> str:
-        """The name of what is loaded. Raises ValueError where two names in the checkpoint mean the same."""
+        """The new name of an entry. Raises ValueError if two names in the checkpoint mean the same."""
         name = self(saved)
         if (other := self._saved.setdefault(name, saved)) != saved:
             raise ValueError(f"{other} and {saved} of the checkpoint are both loaded as {name}; see rename")
@@ -207,7 +207,7 @@ class Contents:
 
 
 def read_contents(source: Source) -> Contents:
-    """:func:`find_contents` with what it holds, where nothing is known of the model."""
+    """:func:`find_contents` without a model: with all that the checkpoint holds."""
     contents = find_contents(source, Naming())
     sort_contents(source, contents)
     return contents
@@ -264,7 +264,7 @@ def _sort_states(source: Source, contents: Contents) -> None:
 
 
 def _split(text: str, contents: Contents) -> tuple[str, str] | None:
-    """The parameter that a key begins with, and what follows. None where no such parameter is known."""
+    """The parameter that a key begins with, and the rest of the key. None without such a parameter."""
     parts = text.split(".")
     for count in range(len(parts) - 1, 0, -1):
         saved = ".".join(parts[:count])

@@ -333,7 +333,7 @@ def published(folder: Folder) -> bytes | None:
 
 
 def check_sizes(folder: Folder, files: Mapping[str, int]) -> None:
-    """Raise Damaged where a file is missing or has another length."""
+    """Raise Damaged for a file that is missing or has another length."""
     sizes = folder.sizes()
     for name, expected in files.items():
         size = sizes.get(name)
@@ -344,7 +344,7 @@ def check_sizes(folder: Folder, files: Mapping[str, int]) -> None:
 
 
 def check_whole(folder: Folder, manifest: Manifest) -> None:
-    """Raise Damaged where files are not those of the manifest, as far as can be told without reading tensors' bytes."""
+    """Raise Damaged for files that differ from the manifest, as far as can be told without reading tensors' bytes."""
     check_sizes(folder, manifest.files)
     if crc_of_checksums(folder) != manifest.checksums:
         raise Damaged(f"{folder}/{verify.FILE} is damaged: its checksum differs")

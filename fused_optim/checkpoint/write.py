@@ -111,7 +111,7 @@ class Saver:
         return gather_at_first(writer.written, self._group)
 
     def plan(self, state: Mapping[str, Any], doing: str) -> None:
-        """Let the ranks agree on who writes what of states with the layout of this one, of which no bytes are read."""
+        """The agreement of ranks on the writer of each item, for states with this layout; no bytes are read."""
         planner, layout = self._planner_of(state, doing)
         self._agreed = self._agree(planner, layout, doing)
         described = [each.tensor_data for each in self._agreed.plan.items if each.tensor_data is not None]
@@ -160,7 +160,7 @@ def _described(pickled: bytes, moved: list[list[WriteResult]]) -> bytes:
 
 
 def set_places(metadata: Metadata, results: Iterable[WriteResult]) -> None:
-    """Note where items have been written."""
+    """Note the places of written items."""
     metadata.storage_data = (metadata.storage_data or {}) | {each.index: each.storage_data for each in results}
     metadata.storage_meta = StorageMeta()
     metadata.version = CURRENT_DCP_VERSION
@@ -355,7 +355,7 @@ class Writer:
         self._own = _OfThread()
 
     def write(self, plan: SavePlan, planner: SavePlanner, files: RankFiles) -> list[WriteResult]:
-        """Write this rank's plan. Returns where each item is, in the same order for the same plan."""
+        """Write this rank's plan. Returns the place of each item, in the same order for the same plan."""
         self._folder.create()
         needed, free = sum(map(size_of, plan.items)), self._folder.free()
         if free is not None and needed > free:

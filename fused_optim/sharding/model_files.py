@@ -113,7 +113,7 @@ def read_index(index: Path) -> dict[str, Path]:
 def open_safetensors(file: Path, doing: str, extra: str = "safetensors") -> Any:
     """The library's open file, which has ``keys()`` and ``get_tensor(key)``.
 
-    Raises ImportError, which names ``doing``, without safetensors, and ValueError for what is no such file.
+    Raises ImportError, which names ``doing``, without safetensors, and ValueError for a file of another kind.
     """
     library = optional("safetensors", doing, extra)
     try:

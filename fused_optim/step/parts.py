@@ -28,7 +28,7 @@ class Slot:
     """One shard of a plan.
 
     ``index``: its parameter's position in the param groups; ``key``: of its sequence of rounding. ``memory``: of a
-    cached shard with a master, its memory; where that was freed, others have written, whatever is there now.
+    cached shard with a master, its memory; once that was freed, others have written, whatever is there now.
     ``absmax``: of a shard whose target measures it, the place in its device's buffer.
     """
 
@@ -109,7 +109,7 @@ class DeviceShards:
         return self._streamed is None and self.shards.takes_target(layout)
 
     def absmax_of(self, slot: Slot) -> Tensor:
-        """Where the update writes the largest magnitude of a shard's new values: FP32, shape ``(1,)``."""
+        """The largest magnitude of a shard's new values, which the update writes: FP32, shape ``(1,)``."""
         if self.absmax is None:
             self.absmax = torch.zeros(len(self.slots), dtype=torch.float32, device=self.device)
         if slot.absmax is None:  # side by side: one reduction takes them as they lie

@@ -1,4 +1,4 @@
-"""The scalars of a step: hyperparameters, and what it reads and writes on its device: step counters, learning rates.
+"""The scalars of a step: hyperparameters, and on its device step counters and learning rates.
 
 CUDA graphs replay a step without Python, and a step that ``found_inf`` skips must not count although the host does not
 know of it. So in both cases the true step counter is on the device.
@@ -204,7 +204,7 @@ class Hyperparameters:
         self.planned_changes = 0
 
     def check(self) -> None:
-        """Read what was written into running param groups as plain values. Raises ValueError or TypeError."""
+        """Read and check values that were written into running param groups. Raises ValueError or TypeError."""
         del self._read[len(self._store.groups) :]
         for number, group in enumerate(self._store.groups):
             try:

@@ -315,7 +315,7 @@ def _slice(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _split(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """Shards, for ranks. Raises where a block cannot be cut: a part that is read only would not be a weight."""
+    """Shards, for ranks. Raises for a cut within a block: that part could be read only, and would be no weight."""
     tensor: QuantizedTensor = args[0]
     dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % tensor.dim()
     sizes: int | Sequence[int] = args[1]

@@ -111,7 +111,7 @@ def view(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         weight = tensor.view_with(tensor.components, transposed=False, flat=False) if tensor.is_rearranged else tensor
         weight.release_if_frozen()
         whole = WeightView(weight, tensor.shape, tensor.stride(), 0)
-    # Where elements lie is left to torch, which finds it without any.
+    # The places of elements are left to torch, which finds them on the meta device.
     elements = torch.empty(weight.shape, dtype=tensor.dtype, device="meta")
     shown = func(whole.of(elements), *args[1:], **kwargs)
     several = shown if isinstance(shown, list | tuple) else [shown]

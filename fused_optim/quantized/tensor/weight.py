@@ -523,7 +523,7 @@ class Weight(Decodable):
 
     @property
     def is_unfilled(self) -> bool:
-        """True for what ``to_empty`` has made, until all of it was written."""
+        """True for a weight that ``to_empty`` has made, until all of it was written."""
         return self.shared.filled is not None and self.numel() > 0 and not self.is_meta
 
     def check_filled(self) -> None:
