@@ -366,8 +366,8 @@ def load_object(file: Path | IO[bytes], what: str, admits_registered: bool = Tru
     """``torch.load(weights_only=True)`` into host memory, of a path mapped into it.
 
     ``what`` it is, for messages. ``admits_registered``: also classes that torch admits only because a package that this
-    process has imported told it to. Raises :class:`Refused` for classes that torch does not admit, Damaged (a ValueError)
-    for a file that cannot be read.
+    process has imported told it to. Raises :class:`Refused` for classes that torch does not admit, Damaged, a
+    ValueError, for a file that cannot be read.
     """
     try:
         if not zipfile.is_zipfile(file):
